@@ -1,0 +1,1 @@
+"""The terminal program. Talks HTTP to the daemon and knows nothing else of it."""

@@ -1,0 +1,1 @@
+"""The daemon process: HTTP app, loaded models, lifetimes. Imports neither Numba nor NumPy."""

@@ -1,0 +1,287 @@
+"""What the daemon and a runner say to each other: msgpack frames over one duplex pipe, one struct a frame.
+
+The daemon translates a dialect into a `Generate`; the runner answers with events that carry its `request_id`, any number of requests
+interleaved. Nothing here knows HTTP, and nothing here knows kernels. Times are seconds, as floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+Overflow = Literal["error", "truncate_oldest", "shift"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. Names and defaults are Ollama's; the order in which they act is documented in engine/sampler.py."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    """0 or less: off."""
+    top_p: float = 0.9
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    """How many of the latest tokens the penalties look at: 0 none, -1 the whole context."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """None: one is drawn and reported."""
+    logit_bias: dict[int, float] = {}
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class Message(Struct, kw_only=True, omit_defaults=True):
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+# ---- daemon -> runner ---------------------------------------------------------------------------------------------------------
+
+
+class Load(Struct, tag="load", kw_only=True):
+    """First frame of a runner's life."""
+
+    path: str
+    """The GGUF file (the first one, if split)."""
+    cache_dir: str
+    """Where compiled kernels and built tokenizers are kept."""
+    digest: str = ""
+    """Blob digest, keys the tokenizer cache; empty: no cache."""
+    template: str | None = None
+    """Jinja source that replaces the file's own, from a Modelfile."""
+    num_thread: int = 0
+    """0: physical cores this process may use."""
+    num_batch: int = 512
+    """Most tokens one forward pass takes."""
+    kv_cache_type: str = "f16"
+    kv_budget: int = 0
+    """Bytes for KV blocks; 0: what is free after the weights, bounded."""
+    max_queue: int = 512
+    model_name: str = ""
+
+
+class Generate(Struct, tag="generate", kw_only=True):
+    """Exactly one of `messages`, `prompt` and `prompt_tokens` is set."""
+
+    request_id: str
+    messages: list[Message] | None = None
+    prompt: str | None = None
+    prompt_tokens: list[int] | None = None
+    system: str | None = None
+    """With `prompt`: the system message to render in front of it."""
+    template: str | None = None
+    raw: bool = False
+    """`prompt` goes to the tokenizer as it is, no template."""
+    context: list[int] = []
+    """Tokens of an earlier turn, put before the prompt (Ollama's deprecated `context`)."""
+    tools: list[dict[str, Any]] | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    template_kwargs: dict[str, Any] = {}
+    sampling: Sampling = Sampling()
+    stop: list[str] = []
+    max_tokens: int = -1
+    """Below 0: until the model stops or the context is full. 0: only read the prompt."""
+    num_ctx: int = 0
+    """Most tokens (prompt and answer) this request may hold; 0: the model's own limit or the pool's, whichever is less."""
+    overflow: Overflow = "error"
+    logprobs: int | None = None
+    """None: none. k: the chosen token's and the k likeliest ones' log-probabilities."""
+    priority: int = 0
+
+
+class Render(Struct, tag="render", kw_only=True):
+    """What the prompt of this request would be: answered by `Rendered`."""
+
+    request: Generate
+
+
+class Tokenize(Struct, tag="tokenize", kw_only=True):
+    request_id: str
+    text: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+class Detokenize(Struct, tag="detokenize", kw_only=True):
+    request_id: str
+    tokens: list[int]
+
+
+class Evaluate(Struct, tag="evaluate", kw_only=True):
+    """Teacher-forced run over `tokens` (or `text`): answered by one `Evaluated` per chunk and a `Finished`."""
+
+    request_id: str
+    text: str | None = None
+    tokens: list[int] | None = None
+    top: int = 64
+    """How many of the likeliest tokens to report at each position, besides `ids`."""
+    ids: list[list[int]] | None = None
+    """For each position, the token ids whose log-probability is wanted (a reference's)."""
+
+
+class Cancel(Struct, tag="cancel", kw_only=True):
+    request_id: str
+
+
+class Shutdown(Struct, tag="shutdown"):
+    """Finish nothing, free everything, exit 0."""
+
+
+ToRunner = Load | Generate | Render | Tokenize | Detokenize | Evaluate | Cancel | Shutdown
+
+
+# ---- runner -> daemon ---------------------------------------------------------------------------------------------------------
+
+
+class LoadProgress(Struct, tag="load_progress", kw_only=True):
+    stage: str
+    """'compiling kernels', 'packing weights', ..."""
+    done: int
+    total: int
+
+
+class Loaded(Struct, tag="loaded", kw_only=True):
+    architecture: str
+    n_ctx_train: int
+    n_vocab: int
+    kv_tokens: int
+    """Tokens the KV pool holds in all."""
+    weight_bytes: int
+    kv_bytes: int
+    packed: bool
+    """Whether the weights were repacked, or are read as they lie in the file."""
+    isa: str
+    num_thread: int
+    has_template: bool
+    capabilities: list[str]
+    load_s: float
+
+
+class Started(Struct, tag="started", kw_only=True):
+    """The prompt was accepted."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    seed: int
+    dropped_messages: int = 0
+    dropped_tokens: int = 0
+
+
+class TokenLogprob(Struct, kw_only=True):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class Logprob(Struct, kw_only=True):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[TokenLogprob] = []
+
+
+class Piece(Struct, tag="piece", kw_only=True):
+    """Text that can be shown: whole UTF-8 characters, no part of a stop string. May be empty when only logprobs are carried."""
+
+    request_id: str
+    text: str
+    thinking: str = ""
+    tool_calls: list[ToolCall] = []
+    logprobs: list[Logprob] = []
+
+
+class Finished(Struct, tag="finished", kw_only=True):
+    request_id: str
+    reason: FinishReason
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    seed: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_token_s: float = 0.0
+    """From arrival in the runner to the first token."""
+    context: list[int] = []
+    """Prompt and answer as token ids."""
+
+
+class Failed(Struct, tag="failed", kw_only=True):
+    """A request (or, with an empty id, the load) ended with an error; see errors.from_wire."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Rendered(Struct, tag="rendered", kw_only=True):
+    request_id: str
+    text: str
+    tokens: int
+
+
+class Tokenized(Struct, tag="tokenized", kw_only=True):
+    request_id: str
+    tokens: list[int]
+
+
+class Detokenized(Struct, tag="detokenized", kw_only=True):
+    request_id: str
+    text: str
+
+
+class Evaluated(Struct, tag="evaluated", kw_only=True):
+    """For `len(nll)` successive positions starting at `first`."""
+
+    request_id: str
+    first: int
+    tokens: list[int]
+    nll: list[float]
+    """Negative log-likelihood of the token that follows each position (the text's last position has none)."""
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    logprobs: list[list[float]] = []
+    """For the `ids` asked for."""
+
+
+FromRunner = LoadProgress | Loaded | Started | Piece | Finished | Failed | Rendered | Tokenized | Detokenized | Evaluated
+
+_encoder = msgspec.msgpack.Encoder()
+_to_runner: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)
+_from_runner: msgspec.msgpack.Decoder[FromRunner] = msgspec.msgpack.Decoder(FromRunner)
+
+
+def encode(message: ToRunner | FromRunner) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_runner(frame: bytes) -> ToRunner:
+    """Raises msgspec.ValidationError on anything that is no message for a runner."""
+    return _to_runner.decode(frame)
+
+
+def decode_from_runner(frame: bytes) -> FromRunner:
+    """Raises msgspec.ValidationError on anything that is no message from a runner."""
+    return _from_runner.decode(frame)

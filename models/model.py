@@ -1,0 +1,81 @@
+"""What the engine sees of a model: a batch of token rows goes in, logits of the asked rows come out.
+
+A model knows token ids, positions and KV blocks. It knows nothing of text, requests, sampling or which sequence belongs to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_TOKENS = 16
+"""Tokens a KV block holds."""
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)"""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Successive tokens of one sequence in a batch.
+
+    tokens: int32 (n,); start: position of the first of them, all earlier positions being in the KV cache already;
+    block_table: int32 (ceil((start + n) / BLOCK_TOKENS),) pool block of each BLOCK_TOKENS positions;
+    outputs: int32 indices into `tokens` whose logits are wanted (empty: none).
+    """
+
+    tokens: NDArray[np.int32]
+    start: int
+    block_table: NDArray[np.int32]
+    outputs: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    n_threads: int = 0
+    """0: physical cores this process may use."""
+    max_batch: int = 512
+    """Most token rows (over all spans) of one forward pass."""
+    kv_type: str = "f16"
+    pack: bool | None = None
+    """Repack weights for speed: None decides by free memory."""
+    cache_dir: str = ""
+    """Where compiled kernels are kept; empty: the user's cache directory."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    architecture: str
+    n_vocab: int
+    n_ctx_train: int
+    max_batch: int
+    kv_bytes_per_block: int
+    weight_bytes: int
+    packed: bool
+    isa: str
+    n_threads: int
+
+
+class Model(Protocol):
+    info: ModelInfo
+
+    def allocate_kv(self, n_blocks: int) -> None:
+        """Reserves the KV pool: blocks 0..n_blocks-1. Called once, before the first forward."""
+
+    def forward(self, spans: list[Span]) -> NDArray[np.float32]:
+        """Runs all spans in one pass, writing their K/V into their blocks.
+
+        Returns float32 (total outputs, n_vocab), rows in span order; the memory is reused by the next call.
+        A row's bits depend on its own sequence only, not on what else is in the batch.
+        Raises ValueError when the spans hold more than max_batch rows.
+        """
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies the K/V of one pool block over another (copy on write)."""
+
+    def close(self) -> None:
+        """Gives threads, mappings and memory back. Idempotent."""
