@@ -13,7 +13,8 @@ what is wrong and what to do. The API layer turns any of these into the dialect'
     ├── LoadFailed                500 load_failed
     ├── RunnerDied                500 runner_died
     ├── DownloadFailed            502 download_failed
-    └── Busy                      503 busy
+    ├── Busy                      503 busy
+    └── DiskFull                  507 disk_full
 
 Layers below (`models`, `kernels_*`) do not know this file: their errors are mapped here once, by the runner and by the store.
 """
@@ -103,6 +104,11 @@ class Busy(LocalrunError):
 
     def __init__(self, message: str = "server busy, please try again.  maximum pending requests exceeded") -> None:
         super().__init__(message)
+
+
+class DiskFull(LocalrunError):
+    status = 507
+    code = "disk_full"
 
 
 _BY_CODE: dict[str, type[LocalrunError]] = {}

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # `localrun serve` is the daemon: the one place where the terminal program becomes it, inside the function.
 EXCEPTIONS = {("cli/serve.py", "localrun.daemon.serve"), ("cli/serve.py", "localrun.settings")}
-BASE = ("errors", "messages", "settings")
+BASE = ("durations", "errors", "messages", "settings")
 
 
 def sources() -> list[Path]:

@@ -1,0 +1,284 @@
+"""Every setting of the daemon, in one table: the environment variable, the type, the default, what it does.
+
+`Settings.from_env` is the only reader of the environment for settings. Each row reads `LOCALRUN_X` and, where Ollama has the same setting,
+`OLLAMA_X` after it; quotes and spaces around a value are dropped and an empty value counts as unset, as there. A value that cannot be used
+stops the start with one line that names the variable. What a setting makes the daemon do is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import platformdirs
+
+from localrun.durations import parse_duration, parse_keep_alive
+from localrun.errors import LocalrunError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 11434
+KV_CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
+
+
+class BadSetting(LocalrunError):
+    """A setting's value cannot be used; the message names the variable."""
+
+    code = "bad_setting"
+
+
+class Row(NamedTuple):
+    """One line of the table that `serve --help` and the documentation print."""
+
+    name: str
+    variables: tuple[str, ...]
+    type: str
+    default: str
+    description: str
+
+
+class Address(NamedTuple):
+    """What LOCALRUN_HOST can say."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+
+def parse_address(text: str) -> Address:
+    """`[scheme://]host[:port][/path]`, host as a name, an IPv4 or an IPv6 address (brackets optional where no port follows).
+
+    Without a port: 11434, or 80 and 443 where a scheme is written. Without a host (`:8080`): loopback; every interface is `0.0.0.0` or `[::]`.
+    Raises ValueError with one line.
+    """
+    scheme, found, rest = text.strip().partition("://")
+    if not found:
+        scheme, rest = "", text.strip()
+    if scheme not in ("", "http", "https"):
+        raise ValueError(f"scheme {scheme!r} is not http or https")
+    location, _, path = rest.partition("/")
+    bracketed = re.fullmatch(r"\[([^\[\]]*)\](?::(.*))?", location)
+    if bracketed:
+        host, port_text = bracketed[1], bracketed[2]
+    elif location.count(":") > 1:
+        host, port_text = location, None
+    else:
+        host, colon, after = location.partition(":")
+        port_text = after if colon else None
+    if port_text is None:
+        port = {"http": 80, "https": 443}.get(scheme, DEFAULT_PORT)
+    elif port_text.isascii() and port_text.isdigit() and int(port_text) <= 65535:
+        port = int(port_text)
+    else:
+        raise ValueError(f"port {port_text!r} is not a number from 0 to 65535")
+    if host and not re.fullmatch(r"[A-Za-z0-9_.:%-]+", host):
+        raise ValueError(f"host {host!r} holds characters that no host name has")
+    return Address(scheme or "http", host or DEFAULT_HOST, port, f"/{path}" if path else "")
+
+
+def _bind(text: str) -> tuple[str, int]:
+    address = parse_address(text)
+    if address.scheme == "https":
+        raise ValueError("the daemon speaks plain HTTP; leave out https:// (a proxy in front of it can add TLS)")
+    if address.path.strip("/"):
+        raise ValueError(f"the daemon serves at the root; leave out the path {address.path!r}")
+    return address.host, address.port
+
+
+def _whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,12}", text) or not least <= int(text) <= most:
+            raise ValueError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("1", "t", "true", "yes", "y", "on"):
+        return True
+    if lowered in ("0", "f", "false", "no", "n", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false (1 or 0)")
+
+
+def _debug(text: str) -> bool:
+    # Ollama has a second level, "2"; here there is one
+    return True if text == "2" else _flag(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = parse_duration(text)
+    if seconds < 0:
+        raise ValueError(f"{text!r} is negative")
+    return seconds
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in (part.strip() for part in text.split(",")) if word)
+
+
+def _folder(text: str) -> Path:
+    if "\0" in text:
+        raise ValueError("a path cannot hold NUL")
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError(f"{text!r} is not an absolute path")
+    return path
+
+
+def _kv_type(text: str) -> str:
+    if text.lower() not in KV_CACHE_TYPES:
+        raise ValueError(f"{text!r} is not one of {', '.join(KV_CACHE_TYPES)}")
+    return text.lower()
+
+
+def _setting(
+    names: str, kind: str, description: str, parse: Callable[[str], Any], *, default: Any = MISSING, factory: Any = MISSING, shown: str = ""
+) -> Any:
+    """A field of `Settings` that is also a row: `names` are the variables, first one first."""
+    metadata = {"variables": tuple(names.split()), "type": kind, "description": description, "parse": parse, "shown": shown}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _data_folder() -> Path:
+    return platformdirs.user_data_path("localrun", appauthor=False) / "models"
+
+
+def _cache_folder() -> Path:
+    return platformdirs.user_cache_path("localrun", appauthor=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Times are seconds. Made by `from_env`, or directly in tests; nobody changes one."""
+
+    host: str = _setting(
+        "LOCALRUN_HOST OLLAMA_HOST", "[http://]host[:port]",
+        "Address to listen on. Without a port 11434, or 80 where http:// is written; 0.0.0.0 or [::] means every interface.",
+        _bind, default=DEFAULT_HOST, shown=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
+    )
+    port: int = DEFAULT_PORT
+    """Read from LOCALRUN_HOST, as `host`; 0 lets the system choose."""
+    models: Path = _setting(
+        "LOCALRUN_MODELS OLLAMA_MODELS", "folder",
+        "Where models are kept. A folder of Ollama's can be used as it is.",
+        _folder, factory=_data_folder,
+    )
+    cache: Path = _setting(
+        "LOCALRUN_CACHE", "folder",
+        "Compiled kernels, built tokenizers and downloads in progress. Can be deleted while nothing runs.",
+        _folder, factory=_cache_folder,
+    )
+    keep_alive: float = _setting(
+        "LOCALRUN_KEEP_ALIVE OLLAMA_KEEP_ALIVE", "duration",
+        "How long a model stays loaded after its last request: 5m, 1h30m, seconds; 0 unloads at once, a negative value never.",
+        parse_keep_alive, default=300.0, shown="5m",
+    )
+    load_timeout: float = _setting(
+        "LOCALRUN_LOAD_TIMEOUT OLLAMA_LOAD_TIMEOUT", "duration",
+        "How long loading may go without progress before it is given up; 0 waits for ever.",
+        _seconds, default=300.0, shown="5m",
+    )
+    max_queue: int = _setting(
+        "LOCALRUN_MAX_QUEUE OLLAMA_MAX_QUEUE", "number",
+        "Requests that may wait; one more is answered 503.",
+        _whole(1), default=512, shown="512",
+    )
+    max_loaded_models: int = _setting(
+        "LOCALRUN_MAX_LOADED_MODELS OLLAMA_MAX_LOADED_MODELS", "number",
+        "Models in memory at once; the least recently used idle one makes room. 0 means the default.",
+        lambda text: _whole(0)(text) or 3, default=3, shown="3",
+    )
+    num_parallel: int = _setting(
+        "LOCALRUN_NUM_PARALLEL OLLAMA_NUM_PARALLEL", "number",
+        "Requests one model answers at the same time; 0 leaves it to the memory there is.",
+        _whole(0), default=0, shown="0",
+    )
+    context_length: int = _setting(
+        "LOCALRUN_CONTEXT_LENGTH OLLAMA_CONTEXT_LENGTH", "number",
+        "Context of a request that does not set num_ctx; 0 means the model's own, as far as memory allows.",
+        _whole(0), default=0, shown="0",
+    )
+    kv_cache_type: str = _setting(
+        "LOCALRUN_KV_CACHE_TYPE OLLAMA_KV_CACHE_TYPE", " | ".join(KV_CACHE_TYPES),
+        "Number format of the KV cache.",
+        _kv_type, default="f16", shown="f16",
+    )
+    num_thread: int = _setting(
+        "LOCALRUN_NUM_THREAD", "number",
+        "Threads a model computes with; 0 means the physical cores this process may use.",
+        _whole(0, 4096), default=0, shown="0",
+    )
+    origins: tuple[str, ...] = _setting(
+        "LOCALRUN_ORIGINS OLLAMA_ORIGINS", "list",
+        "Web origins, beside those of this machine, whose pages may call the API; separated by commas, * stands for anything.",
+        _words, default=(), shown="none",
+    )
+    api_keys: tuple[str, ...] = _setting(
+        "LOCALRUN_API_KEYS", "list",
+        "Where set, every request must carry one of these keys as `Authorization: Bearer KEY`; separated by commas.",
+        _words, default=(), shown="none",
+    )
+    idle_exit: float = _setting(
+        "LOCALRUN_IDLE_EXIT", "duration",
+        "The daemon ends itself after so long without a request or a loaded model in use; 0 means never.",
+        _seconds, default=0.0, shown="0",
+    )
+    noprune: bool = _setting(
+        "LOCALRUN_NOPRUNE OLLAMA_NOPRUNE", "flag",
+        "Do not remove, at the start, blobs that no model needs.",
+        _flag, default=False, shown="false",
+    )
+    debug: bool = _setting(
+        "LOCALRUN_DEBUG OLLAMA_DEBUG", "flag",
+        "Log more.",
+        _debug, default=False, shown="false",
+    )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Settings:
+        """The settings that `environ` (os.environ) describes. Raises BadSetting naming the variable whose value cannot be used."""
+        values: dict[str, Any] = {}
+        for setting in fields(cls):
+            for variable in setting.metadata.get("variables", ()):
+                text = environ.get(variable, "").strip().strip("\"'").strip()
+                if not text:
+                    continue
+                try:
+                    value = setting.metadata["parse"](text)
+                except ValueError as error:
+                    raise BadSetting(f"{variable}: {error}") from None
+                if setting.name == "host":
+                    values["host"], values["port"] = value
+                else:
+                    values[setting.name] = value
+                break
+        return cls(**values)
+
+    @classmethod
+    def table(cls) -> list[Row]:
+        """A row for each setting, in the order of declaration. Defaults are shown as a person would write them, this user's folders as ~."""
+        rows = []
+        for setting in fields(cls):
+            if not setting.metadata:
+                continue
+            shown = setting.metadata["shown"]
+            if setting.default_factory is not MISSING:
+                shown = _under_home(setting.default_factory())
+            about = setting.metadata
+            rows.append(Row(setting.name, about["variables"], about["type"], shown, about["description"]))
+        return rows
+
+
+def _under_home(path: Path) -> str:
+    try:
+        return f"~/{path.relative_to(Path.home()).as_posix()}"
+    except ValueError:
+        return str(path)
