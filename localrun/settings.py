@@ -49,9 +49,9 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """`[scheme://]host[:port][/path]`, host as a name, an IPv4 or an IPv6 address (brackets optional where no port follows).
+    """`[scheme://]host[:port][/path]`, host as a name, an IPv4 or an IPv6 address (in brackets where a port follows).
 
-    Without a port: 11434, or 80 and 443 where a scheme is written. Without a host (`:8080`): loopback; every interface is `0.0.0.0` or `[::]`.
+    Without a port: 11434, or 80 and 443 where a scheme is written. Without a host (`:8080`): loopback; every interface is `0.0.0.0`.
     Raises ValueError with one line.
     """
     scheme, found, rest = text.strip().partition("://")
@@ -137,14 +137,9 @@ def _kv_type(text: str) -> str:
     return text.lower()
 
 
-def _setting(
-    names: str, kind: str, description: str, parse: Callable[[str], Any], *, default: Any = MISSING, factory: Any = MISSING, shown: str = ""
-) -> Any:
-    """A field of `Settings` that is also a row: `names` are the variables, first one first."""
-    metadata = {"variables": tuple(names.split()), "type": kind, "description": description, "parse": parse, "shown": shown}
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
+def _about(names: str, kind: str, description: str, parse: Callable[[str], Any], shown: str = "") -> dict[str, Any]:
+    """What makes a field of `Settings` a row of the table: `names` are the variables, the first one goes first."""
+    return {"variables": tuple(names.split()), "type": kind, "description": description, "parse": parse, "shown": shown}
 
 
 def _data_folder() -> Path:
@@ -159,88 +154,72 @@ def _cache_folder() -> Path:
 class Settings:
     """Times are seconds. Made by `from_env`, or directly in tests; nobody changes one."""
 
-    host: str = _setting(
+    host: str = field(default=DEFAULT_HOST, metadata=_about(
         "LOCALRUN_HOST OLLAMA_HOST", "[http://]host[:port]",
         "Address to listen on. Without a port 11434, or 80 where http:// is written; 0.0.0.0 or [::] means every interface.",
-        _bind, default=DEFAULT_HOST, shown=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
-    )
+        _bind, f"{DEFAULT_HOST}:{DEFAULT_PORT}"))
     port: int = DEFAULT_PORT
     """Read from LOCALRUN_HOST, as `host`; 0 lets the system choose."""
-    models: Path = _setting(
+    models: Path = field(default_factory=_data_folder, metadata=_about(
         "LOCALRUN_MODELS OLLAMA_MODELS", "folder",
         "Where models are kept. A folder of Ollama's can be used as it is.",
-        _folder, factory=_data_folder,
-    )
-    cache: Path = _setting(
+        _folder))
+    cache: Path = field(default_factory=_cache_folder, metadata=_about(
         "LOCALRUN_CACHE", "folder",
         "Compiled kernels, built tokenizers and downloads in progress. Can be deleted while nothing runs.",
-        _folder, factory=_cache_folder,
-    )
-    keep_alive: float = _setting(
+        _folder))
+    keep_alive: float = field(default=300.0, metadata=_about(
         "LOCALRUN_KEEP_ALIVE OLLAMA_KEEP_ALIVE", "duration",
         "How long a model stays loaded after its last request: 5m, 1h30m, seconds; 0 unloads at once, a negative value never.",
-        parse_keep_alive, default=300.0, shown="5m",
-    )
-    load_timeout: float = _setting(
+        parse_keep_alive, "5m"))
+    load_timeout: float = field(default=300.0, metadata=_about(
         "LOCALRUN_LOAD_TIMEOUT OLLAMA_LOAD_TIMEOUT", "duration",
         "How long loading may go without progress before it is given up; 0 waits for ever.",
-        _seconds, default=300.0, shown="5m",
-    )
-    max_queue: int = _setting(
+        _seconds, "5m"))
+    max_queue: int = field(default=512, metadata=_about(
         "LOCALRUN_MAX_QUEUE OLLAMA_MAX_QUEUE", "number",
         "Requests that may wait; one more is answered 503.",
-        _whole(1), default=512, shown="512",
-    )
-    max_loaded_models: int = _setting(
+        _whole(1), "512"))
+    max_loaded_models: int = field(default=3, metadata=_about(
         "LOCALRUN_MAX_LOADED_MODELS OLLAMA_MAX_LOADED_MODELS", "number",
         "Models in memory at once; the least recently used idle one makes room. 0 means the default.",
-        lambda text: _whole(0)(text) or 3, default=3, shown="3",
-    )
-    num_parallel: int = _setting(
+        lambda text: _whole(0)(text) or 3, "3"))
+    num_parallel: int = field(default=0, metadata=_about(
         "LOCALRUN_NUM_PARALLEL OLLAMA_NUM_PARALLEL", "number",
         "Requests one model answers at the same time; 0 leaves it to the memory there is.",
-        _whole(0), default=0, shown="0",
-    )
-    context_length: int = _setting(
+        _whole(0), "0"))
+    context_length: int = field(default=0, metadata=_about(
         "LOCALRUN_CONTEXT_LENGTH OLLAMA_CONTEXT_LENGTH", "number",
         "Context of a request that does not set num_ctx; 0 means the model's own, as far as memory allows.",
-        _whole(0), default=0, shown="0",
-    )
-    kv_cache_type: str = _setting(
+        _whole(0), "0"))
+    kv_cache_type: str = field(default="f16", metadata=_about(
         "LOCALRUN_KV_CACHE_TYPE OLLAMA_KV_CACHE_TYPE", " | ".join(KV_CACHE_TYPES),
         "Number format of the KV cache.",
-        _kv_type, default="f16", shown="f16",
-    )
-    num_thread: int = _setting(
+        _kv_type, "f16"))
+    num_thread: int = field(default=0, metadata=_about(
         "LOCALRUN_NUM_THREAD", "number",
         "Threads a model computes with; 0 means the physical cores this process may use.",
-        _whole(0, 4096), default=0, shown="0",
-    )
-    origins: tuple[str, ...] = _setting(
+        _whole(0, 4096), "0"))
+    origins: tuple[str, ...] = field(default=(), metadata=_about(
         "LOCALRUN_ORIGINS OLLAMA_ORIGINS", "list",
         "Web origins, beside those of this machine, whose pages may call the API; separated by commas, * stands for anything.",
-        _words, default=(), shown="none",
-    )
-    api_keys: tuple[str, ...] = _setting(
+        _words, "none"))
+    api_keys: tuple[str, ...] = field(default=(), metadata=_about(
         "LOCALRUN_API_KEYS", "list",
         "Where set, every request must carry one of these keys as `Authorization: Bearer KEY`; separated by commas.",
-        _words, default=(), shown="none",
-    )
-    idle_exit: float = _setting(
+        _words, "none"))
+    idle_exit: float = field(default=0.0, metadata=_about(
         "LOCALRUN_IDLE_EXIT", "duration",
         "The daemon ends itself after so long without a request or a loaded model in use; 0 means never.",
-        _seconds, default=0.0, shown="0",
-    )
-    noprune: bool = _setting(
+        _seconds, "0"))
+    noprune: bool = field(default=False, metadata=_about(
         "LOCALRUN_NOPRUNE OLLAMA_NOPRUNE", "flag",
         "Do not remove, at the start, blobs that no model needs.",
-        _flag, default=False, shown="false",
-    )
-    debug: bool = _setting(
+        _flag, "false"))
+    debug: bool = field(default=False, metadata=_about(
         "LOCALRUN_DEBUG OLLAMA_DEBUG", "flag",
         "Log more.",
-        _debug, default=False, shown="false",
-    )
+        _debug, "false"))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -264,7 +243,7 @@ class Settings:
 
     @classmethod
     def table(cls) -> list[Row]:
-        """A row for each setting, in the order of declaration. Defaults are shown as a person would write them, this user's folders as ~."""
+        """A row for each setting, in the order of declaration. Defaults are shown as a person would write them, folders under ~."""
         rows = []
         for setting in fields(cls):
             if not setting.metadata:
