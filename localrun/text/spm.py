@@ -1,0 +1,69 @@
+"""SentencePiece's 'llama' model: characters are merged into the piece with the best score until none is left; what is no piece becomes bytes.
+
+Merges never reach across a place where no piece of the vocabulary has those two neighbouring characters. Before a word (U+2581 stands for the
+space) that is nearly always so, which lets a text be cut into words that are merged, and remembered, one by one with the same result.
+"""
+
+from __future__ import annotations
+
+import re
+
+from localrun.text.merging import merge
+from localrun.text.utf8 import raw_characters, to_bytes
+from localrun.text.vocab import SPACE, Vocab
+
+_CACHED_WORD = 64
+_CACHED_WORDS = 50_000
+_BEFORE_SPACE = re.compile(f"([^{SPACE}\0]){SPACE}")
+
+
+class SentencePieceEncoder:
+    """Text without special tokens to ids."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._ids = vocab.ids
+        self._scores = vocab.scores
+        self._unknown = [] if vocab.unk is None else [vocab.unk]
+        self._space_prefix = vocab.add_space_prefix
+        joined = "".join(sorted(set(_BEFORE_SPACE.findall("\0".join(vocab.tokens)))))
+        # A byte that is no UTF-8 may announce a character that takes in what follows.
+        self._cut = re.compile(f"(?<=[^{SPACE}\udc80-\udcff{re.escape(joined)}])(?={SPACE})")
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str, *, after_special: bool = True) -> list[int]:
+        """Ids of `text`, whose bytes that are no UTF-8 are lone surrogates.
+
+        after_special: the text stands at the beginning or after a special token, where vocabularies with add_space_prefix put a space.
+        """
+        if self._space_prefix and after_special:
+            text = " " + text
+        known = self._known
+        out: list[int] = []
+        for word in self._cut.split(text.replace(" ", SPACE)):
+            ids = known.get(word)
+            if ids is None:
+                ids = self._encode_word(word)
+                if len(word) <= _CACHED_WORD:
+                    if len(known) >= _CACHED_WORDS:
+                        known.clear()
+                    known[word] = ids
+            out += ids
+        return out
+
+    def _encode_word(self, word: str) -> list[int]:
+        out: list[int] = []
+        for symbol in merge(raw_characters(word), self._cost):
+            token = self._ids.get(symbol)
+            if token is None:
+                for byte in to_bytes(symbol):
+                    token = self._ids.get(f"<0x{byte:02X}>")
+                    if token is None:
+                        token = self._ids.get(chr(byte))
+                    out += self._unknown if token is None else [token]
+            else:
+                out.append(token)
+        return out
+
+    def _cost(self, left: str, right: str) -> float | None:
+        token = self._ids.get(left + right)
+        return None if token is None else -self._scores[token]
