@@ -1,1 +1,2 @@
-"""The dialects as pure functions, request body in, `messages` out and back. Knows neither the engine nor the store."""
+"""The dialects: request bodies in, `messages.Generate` out; runner events in, reply chunks out. Pure functions of JSON-like values:
+no HTTP, no processes, no files. Knows neither the daemon that serves it nor the engine that answers."""

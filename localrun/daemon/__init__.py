@@ -1,1 +1,2 @@
-"""The daemon process: HTTP app, loaded models, lifetimes. Imports neither Numba nor NumPy."""
+"""The daemon: HTTP in, runner processes out. It owns the lifetimes: of connections, of requests, of loaded models. Knows no kernel, no
+tokenizer and no template: those live in the runners."""

@@ -1,0 +1,418 @@
+"""OpenAI's dialect: bodies of /v1/chat/completions and /v1/completions to `messages.Generate`, events to its objects, errors to its shape.
+
+Departures from OpenAI are extras only (see openai_schema.py); from Ollama's copy of the dialect: ids are unique, `tool_choice`, `n`,
+`logit_bias`, `max_completion_tokens` and several prompts work, errors in a stream are sent as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localrun.api.answer import Answer, Outcome, new_id
+from localrun.api.ollama import dropped, logprob_items
+from localrun.api.openai_schema import Call, ChatCompletionBody, Common, CompletionBody, Part, TurnMessage
+from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.errors import BadRequest, LocalrunError, Unsupported
+from localrun.messages import Generate, Logprob, Message, Piece, Started, ToolCall
+
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
+"""The dialect's own, below the Modelfile's."""
+
+EXTRAS = ("top_k", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "num_ctx", "num_thread")
+SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
+
+FINGERPRINT = "fp_localrun"
+
+
+# ---- requests -----------------------------------------------------------------------------------------------------------------
+
+
+def options_of(body: Common) -> dict[str, Any]:
+    """The body's sampling fields as Ollama options. Raises BadRequest for extras out of range."""
+    given = {name: value for name in (*SAMPLING, *EXTRAS) if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    return checked_options(given)
+
+
+def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: str) -> list[Generate]:
+    """One `Generate` for each of the `n` answers; request ids are `request_id` and a number.
+
+    Raises BadRequest or Unsupported for values out of range and for what the model cannot do.
+    """
+    if not body.messages:
+        raise BadRequest("[] is too short - 'messages'", param="messages")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    _require_completion(model, "chat")
+    tools = tools_of(body, model)
+    think = think_of(body, model)
+    conversation = [*model.messages, *read_messages(body.messages)]
+    if model.system and conversation[0].role != "system":
+        conversation.insert(0, Message(role="system", content=model.system))
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return _numbered(
+        body,
+        model,
+        [{"messages": conversation}],
+        request_id,
+        max_tokens=-1 if most is None else most,
+        tools=tools or None,
+        template=model.template,
+        think=think,
+        template_kwargs=body.chat_template_kwargs,
+        format=_format(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_requests(body: CompletionBody, model: ModelDefaults, request_id: str) -> list[Generate]:
+    """One `Generate` for each answer to each prompt, prompts first. Raises as `chat_requests`."""
+    _require_completion(model, "completion")
+    if body.suffix:
+        raise Unsupported(f"{model.name} does not support insert", param="suffix")
+    if body.echo:
+        raise Unsupported('"echo" is not supported', param="echo")
+    prompts = [{"prompt_tokens": p} if isinstance(p, list) else {"prompt": p} for p in prompts_of(body)]
+    return _numbered(
+        body, model, prompts, request_id, max_tokens=-1 if body.max_tokens is None else body.max_tokens, raw=True, logprobs=body.logprobs
+    )
+
+
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts, however many were sent. Raises BadRequest when there is none."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise BadRequest("[] is too short - 'prompt'", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def tools_of(body: ChatCompletionBody, model: ModelDefaults) -> list[dict[str, Any]]:
+    """The tools that the model is shown. Raises Unsupported where tool_choice or the model forbids."""
+    choice = body.tool_choice
+    if choice == "none" or not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise BadRequest("tool_choice needs tools", param="tool_choice")
+        return []
+    if "tools" not in model.capabilities:
+        raise Unsupported(f"{model.name} does not support tools", param="tools")
+    if choice not in (None, "auto"):
+        raise Unsupported(f'"tool_choice" {json.dumps(choice)} is not supported (only "auto" and "none" are)', param="tool_choice")
+    if not body.parallel_tool_calls:
+        raise Unsupported('"parallel_tool_calls" false is not supported', param="parallel_tool_calls")
+    return body.tools
+
+
+def think_of(body: ChatCompletionBody, model: ModelDefaults) -> bool | str | None:
+    """reasoning_effort in Ollama's words. Raises Unsupported when the model does not think and is asked to."""
+    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+    if effort is None:
+        return None
+    if effort == "none":
+        return False
+    if "thinking" not in model.capabilities:
+        raise Unsupported(f'"{model.name}" does not support thinking', param="reasoning_effort")
+    return {"minimal": "low", "xhigh": "max", "ultra": "max"}.get(effort, effort)
+
+
+def read_messages(given: Sequence[TurnMessage]) -> list[Message]:
+    """Messages as the runner takes them: parts joined, `developer` as `system`, tool results with the name of the tool they come from."""
+    names: dict[str, str] = {}
+    result = []
+    for message in given:
+        calls = [_call(call) for call in message.tool_calls or []]
+        names.update({call.id: call.name for call in calls})
+        role = message.role.lower()
+        result.append(
+            Message(
+                role="system" if role == "developer" else role,
+                content=text_of(message.content) or message.refusal or "",
+                thinking=message.reasoning or message.reasoning_content,
+                tool_calls=calls or None,
+                tool_name=(message.name or names.get(message.tool_call_id or "") or None) if role == "tool" else None,
+                tool_call_id=message.tool_call_id,
+            )
+        )
+    return result
+
+
+def text_of(content: str | list[Part]) -> str:
+    """The text of a message. Raises Unsupported for parts that are not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in ("text", "refusal"):
+            raise Unsupported(f'"{part.type}" content is not supported', param="messages")
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _call(call: Call) -> ToolCall:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        # What a model wrote wrongly goes back to it as it was.
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
+
+
+def _require_completion(model: ModelDefaults, what: str) -> None:
+    if "completion" not in model.capabilities:
+        raise Unsupported(f'"{model.name}" does not support {what}', param="model")
+
+
+def _format(body: ChatCompletionBody) -> str | dict[str, Any] | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return "json"
+    if wanted.json_schema is None:
+        raise BadRequest("response_format: json_schema is required", param="response_format")
+    return wanted.json_schema.schema_ or "json"
+
+
+def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]], request_id: str, **shared: Any) -> list[Generate]:
+    options = merged(options_of(body), model, DEFAULTS)
+    bias = _bias(body.logit_bias)
+    result = []
+    for prompt in prompts:
+        for answer in range(body.n):
+            drawn = dict(options)
+            if drawn.get("seed") is not None and drawn["seed"] >= 0:
+                drawn["seed"] += answer
+            result.append(
+                Generate(
+                    request_id=f"{request_id}-{len(result)}",
+                    sampling=sampling(drawn, bias),
+                    stop=options["stop"],
+                    num_ctx=options["num_ctx"],
+                    overflow=body.overflow,
+                    priority=body.priority,
+                    **prompt,
+                    **shared,
+                )
+            )
+    return result
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    result = {}
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 9:
+            raise BadRequest(f'logit_bias: "{token}" is no token id', param="logit_bias")
+        if not -100 <= bias <= 100:
+            raise BadRequest(f"logit_bias: {bias:g} is not from -100 to 100", param="logit_bias")
+        result[int(token)] = bias
+    return result
+
+
+# ---- replies ------------------------------------------------------------------------------------------------------------------
+
+
+def error_body(error: LocalrunError) -> dict[str, Any]:
+    """The dialect's error object."""
+    kind = "not_found_error" if error.status == 404 else "invalid_request_error" if error.status < 500 else "api_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def usage_of(outcomes: Sequence[Outcome], n: int = 1) -> dict[str, Any]:
+    """Token counts of all answers; a prompt that `n` answers share counts once."""
+    prompt = sum(outcome.finished.prompt_tokens for outcome in outcomes[::n])
+    completion = sum(outcome.finished.completion_tokens for outcome in outcomes)
+    cached = sum(outcome.finished.cached_tokens for outcome in outcomes[::n])
+    result: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    for outcome in outcomes[::n]:
+        for name, count in dropped(outcome.started).items():
+            result[name] = result.get(name, 0) + count
+    return result
+
+
+def tool_call_items(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Tool calls with arguments as JSON text."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": call.arguments
+                if isinstance(call.arguments, str)
+                else json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":")),
+            },
+        }
+        for call in calls
+    ]
+
+
+@dataclass
+class _Reply:
+    """What the two endpoints' replies share."""
+
+    model: str
+    n: int = 1
+    include_usage: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    object_whole = ""
+    object_chunk = ""
+
+    def chunks(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def ending(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+        if not self.include_usage:
+            return []
+        return [self._envelope(self.object_chunk, []) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}]
+
+    def failing(self, error: LocalrunError) -> list[dict[str, Any]]:
+        return [error_body(error)]
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        result = self._envelope(self.object_chunk, [choice])
+        if self.include_usage:
+            result["usage"] = None
+        return result
+
+    @staticmethod
+    def _seed(outcomes: list[Outcome]) -> dict[str, Any]:
+        return {"seed": outcomes[0].finished.seed} if outcomes else {}
+
+
+@dataclass
+class ChatReply(_Reply):
+    """Replies of /v1/chat/completions."""
+
+    id: str = field(default_factory=lambda: new_id("chatcmpl-"))
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+    calls_sent: dict[int, int] = field(default_factory=dict)
+
+    def opening(self, started: Started) -> list[dict[str, Any]]:
+        deltas = [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None} for index in range(self.n)]
+        return [self._chunk(delta) for delta in deltas]
+
+    def chunks(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        delta: dict[str, Any] = {}
+        if piece.thinking:
+            delta["reasoning"] = piece.thinking
+        if piece.text or (piece.logprobs and not piece.thinking):
+            delta["content"] = piece.text
+        if piece.tool_calls:
+            first = self.calls_sent.get(choice, 0)
+            self.calls_sent[choice] = first + len(piece.tool_calls)
+            delta["tool_calls"] = [{"index": first + i} | item for i, item in enumerate(tool_call_items(piece.tool_calls))]
+        if not delta:
+            return []
+        result: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": None}
+        if piece.logprobs:
+            result["logprobs"] = _chat_logprobs(piece.logprobs)
+        return [self._chunk(result)]
+
+    def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
+        return [self._chunk({"index": choice, "delta": {}, "finish_reason": finish_reason(outcome)})]
+
+    def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
+        choices = []
+        for index, (answer, outcome) in enumerate(zip(answers, outcomes, strict=True)):
+            text = "".join(answer.text)
+            message: dict[str, Any] = {"role": "assistant", "content": text if text or not answer.tool_calls else None}
+            if answer.thinking:
+                message["reasoning"] = "".join(answer.thinking)
+            if answer.tool_calls:
+                message["tool_calls"] = tool_call_items(answer.tool_calls)
+            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish_reason(outcome)}
+            if answer.logprobs:
+                choice["logprobs"] = _chat_logprobs(answer.logprobs)
+            choices.append(choice)
+        return self._envelope(self.object_whole, choices) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}
+
+
+@dataclass
+class CompletionReply(_Reply):
+    """Replies of /v1/completions."""
+
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+    sent: dict[int, int] = field(default_factory=dict)
+    """Characters sent so far, by choice: log-probabilities carry offsets."""
+
+    def opening(self, started: Started) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        if not piece.text and not piece.logprobs:
+            return []
+        offset = self.sent.get(choice, 0)
+        self.sent[choice] = offset + len(piece.text)
+        return [self._chunk(self._choice(choice, piece.text, None, piece.logprobs, offset))]
+
+    def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
+        return [self._chunk(self._choice(choice, "", finish_reason(outcome), [], 0))]
+
+    def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, "".join(answer.text), finish_reason(outcome), answer.logprobs, 0)
+            for index, (answer, outcome) in enumerate(zip(answers, outcomes, strict=True))
+        ]
+        return self._envelope(self.object_whole, choices) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}
+
+    @staticmethod
+    def _choice(index: int, text: str, reason: str | None, logprobs: Sequence[Logprob], offset: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _completion_logprobs(logprobs, offset) if logprobs else None,
+            "finish_reason": reason,
+        }
+
+
+def finish_reason(outcome: Outcome) -> str:
+    """stop, length or tool_calls."""
+    if outcome.called_tools and outcome.finished.reason == "stop":
+        return "tool_calls"
+    return "stop" if outcome.finished.reason == "cancelled" else outcome.finished.reason
+
+
+def _chat_logprobs(logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    return {"content": logprob_items(logprobs), "refusal": None}
+
+
+def _completion_logprobs(logprobs: Sequence[Logprob], offset: int) -> dict[str, Any]:
+    offsets = []
+    for item in logprobs:
+        offsets.append(offset)
+        offset += len(item.token)
+    return {
+        "tokens": [item.token for item in logprobs],
+        "token_logprobs": [item.logprob for item in logprobs],
+        "top_logprobs": [{top.token: top.logprob for top in item.top} for item in logprobs],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,305 @@
+"""Which models are in memory. Loads on demand, one load at a time for each file; keeps a model for its keep_alive after its last request;
+when the limit of models is reached, the idle one that was used least lately makes room. Models that share a weight file share a runner.
+
+Runs in one event loop. Knows neither HTTP nor dialects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localrun.daemon.runners import LoadHook, Progress, Runner
+from localrun.durations import FOREVER
+from localrun.errors import Busy, LoadFailed, LocalrunError
+from localrun.messages import Load, Loaded, LoadProgress
+from localrun.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model a request needs."""
+
+    name: str
+    path: Path
+    digest: str = ""
+    """Of the weight file."""
+    num_thread: int = 0
+    """0: whatever it runs with."""
+
+
+@dataclass(eq=False)
+class Resident:
+    """A model in memory, or on its way in or out."""
+
+    wanted: Wanted
+    runner: Runner
+    num_thread: int
+    ready: asyncio.Future[Loaded]
+    in_flight: int = 0
+    """Requests that hold it, those that wait for it to load included."""
+    keep_alive: float = 0.0
+    expires_at: float | None = None
+    """Unix time; None while requests hold it or when it stays for ever."""
+    last_used: float = field(default_factory=time.monotonic)
+    progress: LoadProgress | None = None
+    listeners: list[Progress] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    leaving: bool = False
+    """Takes no new request: it is being stopped, or will be when the last one ends."""
+    loading: asyncio.Task[None] | None = None
+    stopping: asyncio.Task[None] | None = None
+
+    @property
+    def loaded(self) -> Loaded | None:
+        done = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+        return self.ready.result() if done else None
+
+
+class Loader:
+    """Made inside the event loop; `close` it there."""
+
+    def __init__(self, settings: Settings, hook: LoadHook = None, make_runner: Callable[[LoadHook], Runner] = Runner) -> None:
+        self._settings = settings
+        self._hook = hook
+        self._make_runner = make_runner
+        self._residents: dict[str, Resident] = {}
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiting = 0
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def residents(self) -> list[Resident]:
+        """Everything in memory or on its way in, the ones that stay longest first."""
+        present = [one for one in self._residents.values() if one.stopping is None]
+        return sorted(present, key=lambda one: -(FOREVER if one.expires_at is None else one.expires_at))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any request holds a model."""
+        return any(one.in_flight for one in self._residents.values())
+
+    @contextlib.asynccontextmanager
+    async def use(self, wanted: Wanted, keep_alive: float | None = None, on_progress: Progress | None = None) -> AsyncIterator[Resident]:
+        """Holds the model in memory for the length of the block, loading it first if need be.
+
+        keep_alive: seconds it stays afterwards; None: as set. Raises Busy when too many wait, LoadFailed and what the runner reports.
+        """
+        resident = await self._claim(wanted)
+        try:
+            if on_progress is not None and not resident.ready.done():
+                resident.listeners.append(on_progress)
+            await asyncio.shield(resident.ready)
+            yield resident
+        finally:
+            if on_progress in resident.listeners:
+                resident.listeners.remove(on_progress)  # type: ignore[arg-type]
+            self._release(resident, self._settings.keep_alive if keep_alive is None else keep_alive)
+
+    async def unload(self, path: Path) -> bool:
+        """Gives a model up, after the requests it is answering. Returns at once; False when it is not in memory."""
+        resident = self._residents.get(str(path))
+        if resident is None:
+            return False
+        resident.leaving = True
+        if not resident.in_flight:
+            self._stop(resident)
+        return True
+
+    async def close(self) -> None:
+        """Stops every runner, whatever it is doing. Bounded by runners.STOP_S."""
+        self._closed = True
+        for resident in list(self._residents.values()):
+            self._stop(resident)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._notify()
+
+    # ---- one model ----
+
+    async def _claim(self, wanted: Wanted) -> Resident:
+        """The resident for `wanted`, held once more. Waits for room, and for another configuration of the same model to end."""
+        if self._waiting >= self._settings.max_queue:
+            raise Busy()
+        self._waiting += 1
+        try:
+            while True:
+                if self._closed:
+                    raise Busy("the server is shutting down")
+                resident = self._residents.get(str(wanted.path))
+                if resident is not None and resident.runner.gone.is_set():
+                    self._stop(resident)
+                if resident is None:
+                    resident = self._begin(wanted) if self._make_room() else None
+                elif not resident.leaving and wanted.num_thread not in (0, resident.num_thread):
+                    log.info("%s: loading again with %d threads", wanted.name, wanted.num_thread)
+                    resident.leaving = True
+                    if not resident.in_flight:
+                        self._stop(resident)
+                if resident is not None and not resident.leaving:
+                    return self._hold(resident, wanted)
+                await self._change()
+        finally:
+            self._waiting -= 1
+
+    def _hold(self, resident: Resident, wanted: Wanted) -> Resident:
+        if not resident.ready.done() and resident.in_flight >= self._settings.max_queue:
+            raise Busy()
+        resident.wanted = wanted
+        resident.in_flight += 1
+        resident.expires_at = None
+        if resident.timer is not None:
+            resident.timer.cancel()
+            resident.timer = None
+        return resident
+
+    def _release(self, resident: Resident, keep_alive: float) -> None:
+        resident.in_flight -= 1
+        resident.keep_alive = keep_alive
+        resident.last_used = time.monotonic()
+        if resident.in_flight == 0 and resident.stopping is None:
+            if resident.leaving:
+                self._stop(resident)
+            elif resident.ready.done():
+                self._arm(resident)
+        self._notify()
+
+    def _arm(self, resident: Resident) -> None:
+        """Starts the clock of an idle model."""
+        if resident.keep_alive <= 0:
+            self._stop(resident)
+        elif resident.keep_alive != FOREVER:
+            resident.expires_at = time.time() + resident.keep_alive
+            resident.timer = asyncio.get_running_loop().call_later(resident.keep_alive, self._stop, resident)
+
+    def _make_room(self) -> bool:
+        """Whether one more model may be loaded now; if not, and one is idle, sends that one away."""
+        if len(self._residents) < self._settings.max_loaded_models:
+            return True
+        idle = [one for one in self._residents.values() if not one.in_flight and one.ready.done() and one.stopping is None]
+        if idle and not any(one.stopping is not None for one in self._residents.values()):
+            self._stop(min(idle, key=lambda one: one.last_used))
+        return False
+
+    # ---- beginning and end ----
+
+    def _begin(self, wanted: Wanted) -> Resident:
+        num_thread = wanted.num_thread or self._settings.num_thread
+        resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
+        resident.keep_alive = self._settings.keep_alive
+        self._residents[str(wanted.path)] = resident
+        resident.loading = self._task(self._load(resident))
+        return resident
+
+    async def _load(self, resident: Resident) -> None:
+        wanted = resident.wanted
+        load = Load(
+            path=str(wanted.path),
+            cache_dir=str(self._settings.cache),
+            digest=wanted.digest,
+            num_thread=resident.num_thread,
+            kv_cache_type=self._settings.kv_cache_type,
+            max_queue=self._settings.max_queue,
+            model_name=wanted.name,
+        )
+        began = time.monotonic()
+        try:
+            loaded = await self._start(resident, load)
+        except LocalrunError as error:
+            log.warning("%s: not loaded: %s", wanted.name, error)
+            self._settle(resident, error)
+        except Exception as error:
+            log.exception("%s: not loaded", wanted.name)
+            self._settle(resident, LoadFailed(f"{wanted.name} could not be loaded: {type(error).__name__}"))
+        else:
+            if resident.stopping is not None:
+                return
+            log.info("%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache", wanted.name, time.monotonic() - began, loaded.isa,
+                     loaded.num_thread, loaded.kv_tokens)
+            resident.num_thread = loaded.num_thread
+            resident.ready.set_result(loaded)
+            self._task(self._mourn(resident))
+            if not resident.in_flight:
+                self._arm(resident)
+            self._notify()
+
+    async def _start(self, resident: Resident, load: Load) -> Loaded:
+        """Raises LoadFailed when nothing has moved for `load_timeout`."""
+        patience = self._settings.load_timeout or None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(patience) as limit:
+
+                def heard(progress: LoadProgress) -> None:
+                    resident.progress = progress
+                    if patience is not None:
+                        limit.reschedule(loop.time() + patience)
+                    for listener in list(resident.listeners):
+                        listener(progress)
+
+                return await resident.runner.start(load, heard)
+        except TimeoutError:
+            raise LoadFailed(f"timed out waiting for {load.model_name} to load: no progress for {patience:g} seconds") from None
+
+    def _settle(self, resident: Resident, error: LocalrunError) -> None:
+        """A load failed: those who wait hear why, the process goes."""
+        if not resident.ready.done():
+            resident.ready.set_exception(error)
+            resident.ready.exception()  # marks it as seen: there may be nobody waiting any more
+        self._stop(resident)
+
+    async def _mourn(self, resident: Resident) -> None:
+        """Waits for the process to end; one that was not told to is no longer a place for requests."""
+        await resident.runner.gone.wait()
+        if resident.stopping is None:
+            log.error("%s: its runner died", resident.wanted.name)
+            self._stop(resident)
+
+    def _stop(self, resident: Resident) -> None:
+        """Begins the end of a model, once. It counts as present until its memory is free."""
+        if resident.stopping is None:
+            resident.leaving = True
+            if resident.timer is not None:
+                resident.timer.cancel()
+            resident.stopping = self._task(self._end(resident))
+
+    async def _end(self, resident: Resident) -> None:
+        try:
+            if not resident.ready.done():
+                resident.ready.set_exception(LoadFailed(f"{resident.wanted.name} was unloaded while it was loading"))
+                resident.ready.exception()
+            await resident.runner.stop()
+        finally:
+            if self._residents.get(str(resident.wanted.path)) is resident:
+                del self._residents[str(resident.wanted.path)]
+            self._notify()
+
+    # ---- bookkeeping ----
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _change(self) -> None:
+        """Returns when anything has changed since it was called."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def _notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
