@@ -1,0 +1,291 @@
+"""From a kernel's Python to machine code in memory, through a cache of object files.
+
+A kernel is made by a factory, `factory(isa, *params)`, that returns a function `f(args, head, chunk, thread)` of four int64 for Numba.
+Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one machine), and the object file
+is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite and the CPU's features.
+Loading from the cache needs llvmlite only, neither Numba nor a compiler.
+
+    void kernel(i64 args, i64 head, i64 chunk, i64 thread)
+
+args: address of the instruction's int64 arguments; head: address of the step header; chunk: which part of the work; thread: which
+thread runs it (for scratch memory). What the arguments mean is said by each kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from localrun.kernels_cpu import isa as isas
+from localrun.kernels_cpu.isa import Isa
+
+Progress = Callable[[str, int, int], None]
+COMPILE_TIMEOUT_S = 300
+ENTRY = "kernel"
+
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Which kernel: `factory` in module `module` of this package, with its compile-time parameters."""
+
+    module: str
+    factory: str
+    params: tuple[int | str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.module, self.factory, *map(str, self.params)])
+
+
+class CompileError(Exception):
+    """A kernel could not be compiled or loaded."""
+
+
+# ---- compiling ----------------------------------------------------------------------------------------------------------------
+
+
+def kernel_ir(spec: KernelSpec, isa: Isa) -> str:
+    """LLVM IR, not yet optimised, of the kernel's whole call tree, with one visible function, ENTRY. Imports Numba."""
+    import numba
+    from numba.core import config
+    from numba.core.compiler import Flags, compile_extra
+    from numba.core.registry import cpu_target
+
+    # Optimising is done once, below, for the instruction set asked for; the loop vectoriser has nothing to add to explicit vectors.
+    config.OPT = config._OptLevel("0")
+    config.LOOP_VECTORIZE = 0
+    config.SLP_VECTORIZE = 0
+    factory = getattr(importlib.import_module(f"localrun.kernels_cpu.{spec.module}"), spec.factory)
+    function = factory(isa, *spec.params)
+    flags = Flags()
+    flags.nrt = False
+    flags.error_model = "numpy"
+    flags.enable_pyobject = False
+    flags.noalias = False
+    result = compile_extra(
+        cpu_target.typing_context, cpu_target.target_context, function, (numba.int64,) * 4, numba.void, flags, {}
+    )
+    text = result.library.get_llvm_str()
+    return _with_entry(text, result.fndesc.llvm_func_name)
+
+
+def _with_entry(text: str, function: str) -> str:
+    """Adds ENTRY, which calls the Numba function (return slot and exception slot first) and ignores its status: kernels do not raise."""
+    entry = f"""
+define void @{ENTRY}(i64 %args, i64 %head, i64 %chunk, i64 %thread) {{
+  %r = alloca ptr
+  %e = alloca ptr
+  %s = call i32 @"{function}"(ptr %r, ptr %e, i64 %args, i64 %head, i64 %chunk, i64 %thread)
+  ret void
+}}
+"""
+    return text + entry
+
+
+def target_machine(isa: Isa, triple: str | None = None) -> llvm.TargetMachine:
+    """LLVM's code generator for that instruction set."""
+    target = llvm.Target.from_triple(triple) if triple else llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="default", codemodel="jitdefault", jit=True)
+
+
+def optimise(text: str, machine: llvm.TargetMachine, triple: str | None = None) -> llvm.ModuleRef:
+    """Parses IR and runs LLVM's -O3 over it with everything but ENTRY made internal."""
+    module = llvm.parse_assembly(text)
+    module.triple = triple or llvm.get_default_triple()
+    module.data_layout = str(machine.target_data)
+    for function in module.functions:
+        if not function.is_declaration and function.name != ENTRY:
+            function.linkage = "internal"
+    for variable in module.global_variables:
+        if not variable.is_declaration:
+            variable.linkage = "internal"
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    options.inlining_threshold = 100_000
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return module
+
+
+def compile_object(spec: KernelSpec, isa: Isa) -> bytes:
+    """The kernel's object file. Imports Numba; takes from a few tenths of a second to a few seconds."""
+    machine = target_machine(isa)
+    return machine.emit_object(optimise(kernel_ir(spec, isa), machine))
+
+
+def inspect_asm(spec: KernelSpec, isa: Isa, triple: str | None = None) -> str:
+    """The kernel's assembly, to be read; `triple` for another machine's, e.g. 'aarch64-linux-gnu'."""
+    if triple:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+    machine = target_machine(isa, triple)
+    return machine.emit_assembly(optimise(kernel_ir(spec, isa), machine, triple))
+
+
+# ---- the cache ----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Hash of everything machine code depends on besides the instruction set."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    digest.update(repr((version("numba"), llvmlite.__version__, sys.platform, sys.maxsize)).encode())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder(root: Path, isa: Isa) -> Path:
+    """Where object files for this instruction set are kept under `root`."""
+    cpu = hashlib.sha256(f"{isa.name} {isa.cpu} {isa.features}".encode()).hexdigest()[:12]
+    return root / "kernels" / f"{_fingerprint()}-{isa.name}-{cpu}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, also when two processes compile the same kernel."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _worker() -> None:
+    """A compiling process: specs as JSON lines on stdin, one answer line each on stdout."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            spec = KernelSpec(job["module"], job["factory"], tuple(job["params"]))
+            _write(Path(job["path"]), compile_object(spec, isas.build(job["isa"])))
+            answer: dict[str, str] = {}
+        except Exception as error:  # reported to the parent, which raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Runs one compiling process until there are no jobs left."""
+    command = [sys.executable, "-c", "from localrun.kernels_cpu.compile import _worker; _worker()"]
+    package_root = str(Path(importlib.import_module("localrun").__file__ or "").parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdin and process.stdout
+        watchdog = threading.Timer(COMPILE_TIMEOUT_S, process.kill)
+        watchdog.start()
+        try:
+            while True:
+                job = jobs.get_nowait()
+                process.stdin.write(json.dumps(job) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+                answers.put({"name": job["name"], **(json.loads(line) if line else {"error": "the compiling process ended"})})
+                if not line:
+                    return
+        except queue.Empty:
+            pass
+        except OSError as error:
+            answers.put({"name": "", "error": f"the compiling process ended: {error}"})
+        finally:
+            watchdog.cancel()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            process.wait()
+
+
+def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> Path:
+    """Compiles, in parallel processes, those of `specs` that the cache does not hold. Returns the cache folder.
+
+    progress: called with ('compiling kernels', done, total) as each one is finished.
+    Raises CompileError naming the first kernel that failed.
+    """
+    folder = cache_folder(root, isa)
+    missing = [spec for spec in dict.fromkeys(specs) if not (folder / f"{spec.name}.o").exists()]
+    if not missing:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    for spec in missing:
+        jobs.put(
+            {"name": spec.name, "module": spec.module, "factory": spec.factory, "params": list(spec.params), "isa": isa.name,
+             "path": str(folder / f"{spec.name}.o")}
+        )
+    workers = [threading.Thread(target=_feed, args=(jobs, answers)) for _ in range(min(n_workers, len(missing)))]
+    for worker in workers:
+        worker.start()
+    failures = []
+    if progress:
+        progress("compiling kernels", 0, len(missing))
+    for done in range(1, len(missing) + 1):
+        answer = answers.get(timeout=COMPILE_TIMEOUT_S)
+        if "error" in answer:
+            failures.append(f"kernel {answer['name']}: {answer['error']}")
+            break
+        if progress:
+            progress("compiling kernels", done, len(missing))
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise CompileError(failures[0])
+    return folder
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------------------
+
+
+class KernelLibrary:
+    """Kernels of one instruction set, loaded into this process; addresses stay valid as long as the object lives."""
+
+    def __init__(self, isa: Isa, root: Path, *, n_workers: int = 2) -> None:
+        self.isa = isa
+        self._root = root
+        self._n_workers = n_workers
+        self._engines: list[Any] = []
+        self._addresses: dict[KernelSpec, int] = {}
+
+    def load(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> dict[KernelSpec, int]:
+        """Addresses of the kernels, compiling what is not cached. Raises CompileError."""
+        wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._addresses]
+        folder = ensure_compiled(wanted, self.isa, self._root, n_workers=self._n_workers, progress=progress)
+        for spec in wanted:
+            self._addresses[spec] = self._link(spec, folder / f"{spec.name}.o")
+        return dict(self._addresses)
+
+    def address(self, spec: KernelSpec) -> int:
+        """Address of one kernel, see `load`."""
+        return self.load([spec])[spec]
+
+    def _link(self, spec: KernelSpec, path: Path) -> int:
+        try:
+            engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(self.isa))
+            engine.add_object_file(llvm.ObjectFileRef.from_data(path.read_bytes()))
+            engine.finalize_object()
+            address = int(engine.get_function_address(ENTRY))
+        except (RuntimeError, OSError) as error:
+            raise CompileError(f"kernel {spec.name}: the cached object {path} cannot be loaded ({error}); delete it and try again") from error
+        if not address:
+            raise CompileError(f"kernel {spec.name}: the cached object {path} holds no kernel; delete it and try again")
+        self._engines.append(engine)
+        return address

@@ -1,0 +1,314 @@
+"""Quantized matrix multiplication: out[t, r] = sum over k of W[r, k] * x[t, k].
+
+One kernel a tensor type. A *tile* is 16 rows of W (a packed group, see pack.py) against 1, 2, 4 or 8 tokens: integers inside a block, float32 across blocks.
+The order of operations of one result is the same in every tile, so a token's bits do not depend on how many others are in the batch:
+
+    kind '256'   for each super-block: S = sum_j scale_j * dot_j, M = sum_j min_j * sum_j(x), both exact integers
+                 acc = fma(fma(M, -dmin, S * d), dx, acc)
+    kind '32'    for each block: acc = fma(dot * dx, d, acc); with mins: acc = fma(m, dx * sum(x), acc)
+    kind 'f'     four partial sums over k mod 4, each by fma, added as (p0 + p1) + (p2 + p3)
+
+Activations are quantized by elementwise.py; their layout is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+
+from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.pack import PACKINGS, group_packer
+from localrun.kernels_cpu.formats import BY_NAME
+from localrun.kernels_cpu.simd import (
+    bits_f32,
+    bytes_of,
+    f16_to_f32,
+    i8_to_i16,
+    load_f16x16,
+    load_f32x16,
+    load_i8x16,
+    load_i8x32,
+    load_i16x16,
+    load_i64,
+    load_u8x64,
+    pick,
+    sar,
+    splat_f32,
+    splat_i32,
+    store,
+    tile_fma,
+    tile_mul,
+    tile_scale_add,
+    tile_splat_f32,
+    tile_splat_i32,
+    tile_store,
+    tile_to_f32,
+    u8_to_i16,
+    u8_to_i32,
+    u16_to_i32,
+    words_of,
+    words_of_pairs,
+    zeros_f32,
+    zeros_i32,
+)
+
+SUPER = 320
+"""Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
+META = 20
+"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then -8, -16, -128 times sum, int32."""
+
+# ---- tiles of kind '256' ------------------------------------------------------------------------------------------------------
+
+
+def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
+    dot4, dot2 = isa.ops.tile_dot4, isa.ops.tile_dot2
+    step = 2880 if high_bits else 2368
+    scales = 2560 if high_bits else 2048
+
+    @numba.njit
+    def tile(w: int, n: int, x: int, stride: int) -> Any:
+        acc = zeros_f32(tokens)
+        for _ in range(n):
+            total = zeros_i32(tokens)
+            for j in range(4):
+                low = zeros_i32(tokens)
+                high = zeros_i32(tokens)
+                for g in range(8):
+                    nibbles = load_u8x64(w + (j * 8 + g) * 64)
+                    a = nibbles & 15
+                    b = (nibbles >> 4) & 15
+                    if high_bits:
+                        fifth = words_of(load_u8x64(w + 2048 + g * 64)) >> (2 * j)
+                        a = a | (bytes_of(fifth << 4) & 16)
+                        b = b | (bytes_of(fifth << 3) & 16)
+                    low = dot4(low, a, x + j * 64 + g * 4, stride)
+                    high = dot4(high, b, x + j * 64 + 32 + g * 4, stride)
+                total = tile_scale_add(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
+                total = tile_scale_add(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+            mins = zeros_i32(tokens)
+            for j in range(4):
+                mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), x + 264 + j * 4, stride)
+            d = f16_to_f32(load_f16x16(w + scales + 256))
+            dmin = f16_to_f32(load_f16x16(w + scales + 288))
+            value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
+            acc = tile_fma(acc, value, tile_splat_f32(acc, x + 256, stride))
+            w += step
+            x += SUPER
+        return acc
+
+    return tile
+
+
+def _tile_q6_k(isa: Isa, tokens: int) -> Any:
+    dot4, dot2 = isa.ops.tile_dot4, isa.ops.tile_dot2
+
+    @numba.njit
+    def tile(w: int, n: int, x: int, stride: int) -> Any:
+        acc = zeros_f32(tokens)
+        for _ in range(n):
+            total = zeros_i32(tokens)
+            for part in range(8):  # half of 128 values (2) x first or second 16 of each 32 (2) x lower or upper 32 of a byte pair (2)
+                half, side, pair = part >> 2, (part >> 1) & 1, part & 1
+                first = zeros_i32(tokens)
+                second = zeros_i32(tokens)
+                k = half * 128 + pair * 32 + side * 16
+                for g in range(4):
+                    nibbles = load_u8x64(w + (half * 16 + pair * 8 + side * 4 + g) * 64)
+                    top = words_of(load_u8x64(w + 2048 + (half * 8 + side * 4 + g) * 64)) >> (2 * pair)
+                    a = (nibbles & 15) | (bytes_of(top << 4) & 48)
+                    b = ((nibbles >> 4) & 15) | (bytes_of(top) & 48)
+                    first = dot4(first, a, x + k + g * 4, stride)
+                    second = dot4(second, b, x + k + 64 + g * 4, stride)
+                pairs = w + 3072 + (half * 4 + pair) * 32
+                lanes_a = words_of_pairs(i8_to_i16(load_i8x32(pairs)))
+                lanes_b = words_of_pairs(i8_to_i16(load_i8x32(pairs + 64)))
+                shift = 16 - 16 * side
+                total = tile_scale_add(total, first, sar(lanes_a << shift, 16))
+                total = tile_scale_add(total, second, sar(lanes_b << shift, 16))
+            offsets = zeros_i32(tokens)
+            for j in range(8):
+                offsets = dot2(offsets, i8_to_i16(load_i8x32(w + 3072 + j * 32)), x + 288 + j * 4, stride)
+            total = tile_scale_add(total, offsets, splat_i32(numba.int32(-32)))
+            d = f16_to_f32(load_f16x16(w + 3328))
+            acc = tile_fma(acc, tile_mul(tile_to_f32(total), d), tile_splat_f32(acc, x + 256, stride))
+            w += 3392
+            x += SUPER
+        return acc
+
+    return tile
+
+
+# ---- tiles of kind '32' -------------------------------------------------------------------------------------------------------
+
+
+def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
+    packing = PACKINGS[BY_NAME[type_name].id]
+    quants, scales = packing.quants, packing.scales
+    five_bits = type_name in ("Q5_0", "Q5_1")
+    with_min = type_name in ("Q4_1", "Q5_1")
+    offset = {"Q4_0": 8, "Q5_0": 12}.get(type_name, 0)
+    dot4 = isa.ops.tile_dot4
+
+    @numba.njit
+    def tile(w: int, n: int, x: int, stride: int) -> Any:
+        acc = zeros_f32(tokens)
+        u = w + n * quants
+        meta = x + ((n * 32 + 63) & -64)
+        for _ in range(n):
+            dots = zeros_i32(tokens)
+            if not with_min:
+                dots = tile_splat_i32(acc, meta + offset, stride)
+            if five_bits:
+                bits = words_of(load_u8x64(w + 256))
+            for g in range(4):
+                nibbles = load_u8x64(w + g * 64)
+                a = nibbles & 15
+                b = (nibbles >> 4) & 15
+                if five_bits:
+                    a = a | (bytes_of((bits >> g) << 4) & 16)
+                    b = b | (bytes_of(bits >> g) & 16)
+                dots = dot4(dots, a, x + g * 4, stride)
+                dots = dot4(dots, b, x + 16 + g * 4, stride)
+            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta, stride))
+            acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u)))
+            if with_min:
+                acc = tile_fma(acc, tile_splat_f32(acc, meta + 4, stride), f16_to_f32(load_f16x16(u + 32)))
+            w += quants
+            u += scales
+            x += 32
+            meta += META
+        return acc
+
+    return tile
+
+
+def _tile_q8_0(isa: Isa, tokens: int) -> Any:
+    dot4 = isa.ops.tile_dot4_full
+
+    @numba.njit
+    def tile(w: int, n: int, x: int, stride: int) -> Any:
+        acc = zeros_f32(tokens)
+        u = w + n * 512
+        meta = x + ((n * 32 + 63) & -64)
+        for _ in range(n):
+            dots = tile_splat_i32(acc, meta + 16, stride)
+            for g in range(8):
+                dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4, stride)
+            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta, stride))
+            acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u)))
+            w += 512
+            u += 32
+            x += 32
+            meta += META
+        return acc
+
+    return tile
+
+
+# ---- tiles of kind 'f' --------------------------------------------------------------------------------------------------------
+
+
+def _tile_float(isa: Isa, type_name: str, tokens: int) -> Any:
+    @numba.njit
+    def column(w: int) -> Any:
+        if type_name == "F32":
+            return load_f32x16(w)
+        if type_name == "F16":
+            return f16_to_f32(load_f16x16(w))
+        return bits_f32(u16_to_i32(load_i16x16(w)) << 16)
+
+    size = 64 if type_name == "F32" else 32
+
+    @numba.njit
+    def tile(w: int, n: int, x: int, stride: int) -> Any:
+        p0 = zeros_f32(tokens)
+        p1 = zeros_f32(tokens)
+        p2 = zeros_f32(tokens)
+        p3 = zeros_f32(tokens)
+        k = 0
+        while k + 4 <= n:
+            p0 = tile_fma(p0, tile_splat_f32(p0, x, stride), column(w))
+            p1 = tile_fma(p1, tile_splat_f32(p0, x + 4, stride), column(w + size))
+            p2 = tile_fma(p2, tile_splat_f32(p0, x + 8, stride), column(w + 2 * size))
+            p3 = tile_fma(p3, tile_splat_f32(p0, x + 12, stride), column(w + 3 * size))
+            w += 4 * size
+            x += 16
+            k += 4
+        while k < n:
+            p0 = tile_fma(p0, tile_splat_f32(p0, x, stride), column(w))
+            w += size
+            x += 4
+            k += 1
+        one = splat_f32(numba.float32(1.0))
+        return tile_fma(tile_fma(p1, p0, one), tile_fma(p3, p2, one), one)
+
+    return tile
+
+
+def make_tile(isa: Isa, type_name: str, tokens: int) -> Any:
+    """The compiled tile (packed group, blocks, first token's activations, bytes from token to token) -> Tile of f32x16."""
+    if type_name in ("Q4_K", "Q5_K"):
+        return _tile_q4_k(isa, tokens, type_name == "Q5_K")
+    if type_name == "Q6_K":
+        return _tile_q6_k(isa, tokens)
+    if type_name == "Q8_0":
+        return _tile_q8_0(isa, tokens)
+    if type_name in ("F32", "F16", "BF16"):
+        return _tile_float(isa, type_name, tokens)
+    return _tile_32(isa, type_name, tokens)
+
+
+# ---- the kernel ---------------------------------------------------------------------------------------------------------------
+
+
+def matmul(isa: Isa, type_name: str) -> Any:
+    """Kernel: out = W x (+ bias) (+ out), for as many tokens as the step has.
+
+    args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
+    5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
+    11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
+    14 bytes of scratch a thread. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+    """
+    tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
+    pack_group = group_packer(type_name)
+
+    @numba.njit
+    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int) -> None:
+        while tokens > 4:
+            tile_store(tile8(w, n, x, stride), out, out_stride, tokens, bias, add)
+            x += 8 * stride
+            out += 8 * out_stride
+            tokens -= 8
+        if tokens > 2:
+            tile_store(tile4(w, n, x, stride), out, out_stride, tokens, bias, add)
+        elif tokens == 2:
+            tile_store(tile2(w, n, x, stride), out, out_stride, tokens, bias, add)
+        elif tokens == 1:
+            tile_store(tile1(w, n, x, stride), out, out_stride, tokens, bias, add)
+
+    def kernel(args: int, head: int, chunk: int, thread: int) -> None:
+        weights = load_i64(args)
+        group_bytes = load_i64(args + 8)
+        n_blocks = load_i64(args + 16)
+        n_rows = load_i64(args + 24)
+        per_chunk = load_i64(args + 64)
+        bias_at = load_i64(args + 72)
+        tokens = load_i64(head + load_i64(args + 88))
+        row_bytes = load_i64(args + 96)
+        scratch = load_i64(args + 104) + thread * load_i64(args + 112)
+        first = chunk * per_chunk
+        for g in range(first, min(first + per_chunk, (n_rows + 15) >> 4)):
+            w = weights + g * group_bytes
+            if row_bytes:
+                pack_group(weights + g * 16 * row_bytes, row_bytes, n_rows - g * 16, n_blocks, group_bytes, scratch)
+                w = scratch
+            bias = splat_f32(numba.float32(0.0))
+            if bias_at:
+                bias = load_f32x16(bias_at + g * 64)
+            group(
+                w, n_blocks, load_i64(args + 32), load_i64(args + 40), tokens, load_i64(args + 48) + g * 64, load_i64(args + 56),
+                bias, load_i64(args + 80),
+            )
+
+    return kernel
