@@ -74,9 +74,9 @@ class Store:
     one root; methods block, and may be called from any thread."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.blobs = Blobs(root)
-        self.manifests = Manifests(root)
+        self.root = root.expanduser().absolute()
+        self.blobs = Blobs(self.root)
+        self.manifests = Manifests(self.root)
 
     # ---- reading --------------------------------------------------------------------------------------------------------------
 

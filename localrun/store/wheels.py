@@ -230,5 +230,7 @@ def explain(requirement: str, code: int, log: str) -> DownloadFailed | DiskFull:
         if found:
             return DownloadFailed(line(requirement, found))
     errors = [line.strip() for line in log.splitlines() if line.strip()]
-    last = next((line for line in reversed(errors) if line.startswith("ERROR")), errors[-1] if errors else f"exit code {code}")
+    # an "ERROR: Exception:" is followed by a traceback, whose last line says what it was
+    said = [line for line in errors if line.startswith("ERROR") and not line.endswith(":")]
+    last = (said or errors or [f"exit code {code}"])[-1]
     return DownloadFailed(f"pip could not download {requirement}: {last.removeprefix('ERROR:').strip()[:300]}")
