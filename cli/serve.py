@@ -1,0 +1,38 @@
+"""`localrun serve`: the one command that is the daemon instead of talking to it, so the one place that imports it, inside the function."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from localrun.cli.client import CliError
+from localrun.cli.environment import for_serving
+
+
+def serve(
+    host: Annotated[str, typer.Option("--host", metavar="HOST[:PORT]", help="Address to listen on, in place of LOCALRUN_HOST.")] = "",
+    idle_exit: Annotated[
+        float, typer.Option("--idle-exit", metavar="SECONDS", help="End after so many seconds without a request; 0: never.", min=0)
+    ] = 0.0,
+) -> None:
+    """Run the daemon in this terminal.
+
+    \b
+    Examples:
+      localrun serve
+      localrun serve --host 127.0.0.1:11500
+    """
+    import dataclasses
+
+    from localrun.daemon.serve import serve as run_daemon
+    from localrun.errors import LocalrunError
+    from localrun.settings import Settings
+
+    try:
+        settings = Settings.from_env(for_serving(host))
+        if idle_exit:
+            settings = dataclasses.replace(settings, idle_exit=idle_exit)
+        run_daemon(settings)
+    except LocalrunError as error:
+        raise CliError(str(error)) from None
