@@ -1,0 +1,79 @@
+"""From chosen tokens to text that may be shown. Knows one answer's bytes, stop strings and log-probabilities; knows no logits, no blocks.
+
+Text is given out once it is whole characters and can no longer become part of a stop string; a token's log-probability goes with the text
+it belongs to, so nothing of a stop string leaks, not even there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from localrun.engine.parts import Tokenizer
+from localrun.engine.sampler import TokenLogprobs
+from localrun.messages import Logprob, TokenLogprob
+from localrun.text.stops import StopMatcher
+from localrun.text.stream import StreamDecoder
+
+
+@dataclass
+class Shown:
+    """What one or more tokens have made showable."""
+
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+    stop: str | None = None
+    """The stop string that was found; the answer ends before it."""
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.logprobs)
+
+    def add(self, later: Shown) -> None:
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.stop = later.stop
+
+
+class Answer:
+    def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = StreamDecoder(tokenizer)
+        self._stops = StopMatcher(stops)
+        self._decoded = 0
+        self._shown = 0
+        self._held: deque[tuple[int, Logprob]] = deque()
+        """Log-probabilities not given out yet, with the length of the answer up to the token's start."""
+
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> Shown:
+        """A token that was chosen, and is no end of the turn."""
+        if logprobs is not None:
+            self._held.append((self._decoded, self._named(token, logprobs)))
+        text = self._decoder.push(token)
+        self._decoded += len(text)
+        return self._show(*self._stops.push(text))
+
+    def end(self) -> Shown:
+        """The turn is over: what was held back for a stop string that did not come, or a character that was never completed."""
+        text = self._decoder.flush()
+        self._decoded += len(text)
+        shown, stop = self._stops.push(text)
+        if stop is None:
+            shown += self._stops.flush()
+        return self._show(shown, stop, everything=True)
+
+    def _show(self, text: str, stop: str | None, everything: bool = False) -> Shown:
+        self._shown += len(text)
+        released = []
+        # A token whose text is still to come, or held back, keeps its log-probability back too.
+        while self._held and (self._held[0][0] < self._shown or (stop is None and (everything or self._shown == self._decoded))):
+            released.append(self._held.popleft()[1])
+        return Shown(text, released, stop)
+
+    def _named(self, token: int, logprobs: TokenLogprobs) -> Logprob:
+        chosen = self._spelled(token, logprobs.chosen)
+        top = [self._spelled(i, value) for i, value in logprobs.top]
+        return Logprob(id=token, token=chosen.token, bytes=chosen.bytes, logprob=chosen.logprob, top=top)
+
+    def _spelled(self, token: int, logprob: float) -> TokenLogprob:
+        piece = self._tokenizer.piece(token, special=True)
+        return TokenLogprob(id=token, token=piece.decode("utf-8", "replace"), bytes=list(piece), logprob=logprob)

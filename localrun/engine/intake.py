@@ -1,0 +1,213 @@
+"""From a message to a job: renders and tokenizes the prompt, checks every field, applies the overflow policy. Runs beside the engine's
+loop, so that a long prompt's tokenization holds up nobody. What a request asks for and is not there is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from localrun.engine.answer import Answer
+from localrun.engine.draws import draw_seed
+from localrun.engine.jobs import Evaluation, Generation
+from localrun.engine.parts import Parts, Template
+from localrun.engine.sampler import Sampler
+from localrun.engine.sequence import Sequence
+from localrun.errors import BadRequest, ContextOverflow, Unsupported
+from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Message, Render, Rendered, Sampling, Tokenize, Tokenized
+
+_EVALUATED_BYTES = 64 << 20
+"""Most bytes of logits that one step of an evaluation asks for."""
+_MOST_LOGPROBS = 1000
+_MOST_STOPS = 64
+
+
+class Intake:
+    """`pool_tokens`: what the KV pool holds in all. Safe to use from one thread besides the engine's."""
+
+    def __init__(self, parts: Parts, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts = parts
+        self._tokenizer = parts.tokenizer
+        self._n_vocab = parts.model.info.n_vocab
+        self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
+        self._clock = clock
+
+    def generation(self, request: Generate) -> Generation:
+        """Raises BadRequest, ContextOverflow, Unsupported, or the template's own error."""
+        arrival = self._clock()
+        _refuse_what_is_missing(request)
+        check_sampling(request.sampling, self._n_vocab)
+        context = self.context_length(request)
+        tokens = self.prompt_tokens(request)
+        room = 0 if request.max_tokens == 0 else 1
+        if len(tokens) > context - room:
+            raise ContextOverflow(len(tokens), context - room)
+        limit = context if request.max_tokens < 0 else min(context, len(tokens) + request.max_tokens)
+        seq = Sequence(request.request_id, tokens, limit, arrival, priority=request.priority)
+        given = request.sampling.seed
+        sampler = Sampler(request.sampling, draw_seed() if given is None or given < 0 else given)
+        answer = Answer(self._tokenizer, self._stops(request))
+        return Generation(seq, sampler, answer, self._tokenizer.eog_ids, n_logprobs=request.logprobs, max_tokens=request.max_tokens)
+
+    def context_length(self, request: Generate) -> int:
+        """Most tokens that the request's prompt and answer may hold together."""
+        if request.num_ctx < 0:
+            raise BadRequest(f"num_ctx must not be negative, it is {request.num_ctx}", param="num_ctx")
+        return min(request.num_ctx, self._most_tokens) if request.num_ctx else self._most_tokens
+
+    def prompt_tokens(self, request: Generate) -> list[int]:
+        """The prompt as token ids; at least one."""
+        if sum(x is not None for x in (request.messages, request.prompt, request.prompt_tokens)) != 1:
+            raise BadRequest("exactly one of messages, prompt and prompt_tokens must be given", param="prompt")
+        before = self._checked_ids(request.context, "context")
+        if request.prompt_tokens is not None:
+            tokens = self._checked_ids(request.prompt_tokens, "prompt_tokens")
+        elif request.raw and request.prompt is not None:
+            tokens = self._tokenizer.encode(request.prompt, add_special=not before)
+        else:
+            tokens = self._encode_rendered(self.render(request), first=not before)
+        tokens = before + tokens
+        if not tokens:
+            raise BadRequest("the prompt is empty", param="prompt")
+        return tokens
+
+    def render(self, request: Generate) -> str:
+        """The prompt as text. Raises the template's own error."""
+        if request.raw and request.prompt is not None:
+            return request.prompt
+        variables = dict(request.template_kwargs)
+        if request.think is not None:
+            variables.setdefault("enable_thinking", bool(request.think))
+        return self._template(request).render(conversation_of(request), tools=request.tools, **variables)
+
+    def rendered(self, message: Render) -> Rendered:
+        _refuse_what_is_missing(message.request)
+        tokens = self.prompt_tokens(message.request)
+        request = message.request
+        text = self.render(request) if request.prompt_tokens is None else self._text(request.prompt_tokens)
+        return Rendered(request_id=request.request_id, text=text, tokens=len(tokens))
+
+    def tokenized(self, message: Tokenize) -> Tokenized:
+        tokens = self._tokenizer.encode(message.text, add_special=message.add_special, parse_special=message.parse_special)
+        return Tokenized(request_id=message.request_id, tokens=tokens)
+
+    def detokenized(self, message: Detokenize) -> Detokenized:
+        return Detokenized(request_id=message.request_id, text=self._text(self._checked_ids(message.tokens, "tokens")))
+
+    def evaluation(self, message: Evaluate) -> Evaluation:
+        """Raises BadRequest, ContextOverflow."""
+        if (message.text is None) == (message.tokens is None):
+            raise BadRequest("exactly one of text and tokens must be given", param="text")
+        tokens = self._tokenizer.encode(message.text) if message.text is not None else self._checked_ids(message.tokens or [], "tokens")
+        if not tokens:
+            raise BadRequest("there is nothing to evaluate", param="text")
+        if len(tokens) > self._most_tokens:
+            raise ContextOverflow(len(tokens), self._most_tokens)
+        if message.top < 0:
+            raise BadRequest(f"top must not be negative, it is {message.top}", param="top")
+        if message.ids is not None:
+            if len(message.ids) != len(tokens):
+                raise BadRequest(f"ids has {len(message.ids)} rows for {len(tokens)} tokens", param="ids")
+            for row in message.ids:
+                self._checked_ids(row, "ids")
+        seq = Sequence(
+            message.request_id,
+            tokens,
+            len(tokens),
+            self._clock(),
+            priority=1,
+            may_reuse=False,
+            wants_all_rows=True,
+            max_chunk=max(1, min(512, _EVALUATED_BYTES // (4 * self._n_vocab))),
+        )
+        return Evaluation(seq, top=message.top, ids=message.ids)
+
+    def _template(self, request: Generate) -> Template:
+        return self._parts.template if request.template is None else self._parts.template_from(request.template)
+
+    def _encode_rendered(self, text: str, *, first: bool) -> list[int]:
+        """Templates write the BOS token's text themselves, or leave it to the tokenizer: it must be there once."""
+        tokens = self._tokenizer.encode(text, add_special=first)
+        bos = self._tokenizer.bos_id
+        return tokens[1:] if first and bos is not None and tokens[:2] == [bos, bos] else tokens
+
+    def _stops(self, request: Generate) -> list[str]:
+        if len(request.stop) > _MOST_STOPS:
+            raise BadRequest(f"at most {_MOST_STOPS} stop strings are taken, there are {len(request.stop)}", param="stop")
+        return [stop for stop in request.stop if stop]
+
+    def _checked_ids(self, ids: list[int], param: str) -> list[int]:
+        for token in ids:
+            if not 0 <= token < self._n_vocab:
+                raise BadRequest(f"{param}: {token} is no token of this model, which has {self._n_vocab}", param=param)
+        return ids
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids).decode("utf-8", "replace")
+
+
+def conversation_of(request: Generate) -> list[dict[str, Any]]:
+    """The messages as a template takes them; a bare prompt is one user message, the system message before it."""
+    if request.messages is not None:
+        if not request.messages:
+            raise BadRequest("messages is empty", param="messages")
+        messages = request.messages
+    else:
+        messages = [Message(role="user", content=request.prompt or "")]
+    if request.system is not None:
+        messages = [Message(role="system", content=request.system), *messages]
+    return [_as_dict(message) for message in messages]
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """The shape that chat templates expect: OpenAI's, with the tool's name under both names that templates use."""
+    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking is not None:
+        result["reasoning_content"] = result["thinking"] = message.thinking
+    if message.tool_calls is not None:
+        result["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.tool_calls
+        ]
+    if message.tool_name is not None:
+        result["name"] = result["tool_name"] = message.tool_name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _refuse_what_is_missing(request: Generate) -> None:
+    if request.format is not None and request.format != "":
+        raise Unsupported("format: structured output is not supported yet", param="format")
+    if request.think:
+        raise Unsupported("think: this model does not support thinking", param="think")
+    if request.tools:
+        raise Unsupported("tools: this model does not support tools", param="tools")
+    if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
+        raise BadRequest(f"logprobs must be from 0 to {_MOST_LOGPROBS}, it is {request.logprobs}", param="logprobs")
+
+
+def check_sampling(options: Sampling, n_vocab: int) -> None:
+    """Raises BadRequest that names the first option outside its range."""
+    for name, low, high in (
+        ("temperature", 0.0, math.inf),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("typical_p", 0.0, 1.0),
+        ("presence_penalty", -math.inf, math.inf),
+        ("frequency_penalty", -math.inf, math.inf),
+    ):
+        value = getattr(options, name)
+        if not (low <= value <= high and math.isfinite(value)):
+            wanted = "a number" if low == -math.inf else f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
+            raise BadRequest(f"{name} must be {wanted}, it is {value:g}", param=name)
+    if not (options.repeat_penalty > 0 and math.isfinite(options.repeat_penalty)):
+        raise BadRequest(f"repeat_penalty must be above 0, it is {options.repeat_penalty:g}", param="repeat_penalty")
+    if options.repeat_last_n < -1:
+        raise BadRequest(f"repeat_last_n must be -1 or more, it is {options.repeat_last_n}", param="repeat_last_n")
+    for token, bias in options.logit_bias.items():
+        if not 0 <= token < n_vocab:
+            raise BadRequest(f"logit_bias: {token} is no token of this model, which has {n_vocab}", param="logit_bias")
+        if not math.isfinite(bias):
+            raise BadRequest(f"logit_bias of {token} is not a number", param="logit_bias")

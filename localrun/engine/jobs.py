@@ -1,0 +1,210 @@
+"""What is asked of a sequence: an answer (`Generation`) or the likelihood of a text (`Evaluation`). A job takes the logits of its rows,
+decides what they mean for its sequence, and says what to report. Knows nothing of other jobs, of blocks, or of the pipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from localrun.engine.answer import Answer, Shown
+from localrun.engine.sampler import Sampler, logprobs_of
+from localrun.engine.selection import Floats, largest, log_sum_exp
+from localrun.engine.sequence import Sequence
+from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
+
+
+class Job(Protocol):
+    """One request in the engine."""
+
+    seq: Sequence
+
+    @property
+    def done(self) -> bool:
+        """Nothing more is to be computed."""
+
+    def outputs(self, start: int, count: int, n_draft: int) -> range:
+        """Which of the rows start.. of its slice it wants logits of, as indices into the slice."""
+
+    def started(self) -> list[FromRunner]:
+        """What to report when it is first scheduled."""
+
+    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+        """Decides on the logits (n outputs, n_vocab), which it may change. Returns how many of the draft's tokens have proved right."""
+
+    def report(self, now: float) -> list[FromRunner]:
+        """What the last `take` has brought, the end included if it is one."""
+
+    def cancelled(self, now: float) -> Finished:
+        """The last event of a job that nobody wants any more."""
+
+
+@dataclass
+class Generation:
+    """An answer to a prompt."""
+
+    seq: Sequence
+    sampler: Sampler
+    answer: Answer
+    eog_ids: frozenset[int]
+    n_logprobs: int | None = None
+    max_tokens: int = -1
+    dropped_messages: int = 0
+    dropped_tokens: int = 0
+    reason: FinishReason | None = None
+    stop: str | None = None
+    n_chosen: int = 0
+    _shown: Shown = field(default_factory=Shown)
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    def outputs(self, start: int, count: int, n_draft: int) -> range:
+        if start + count < len(self.seq.tokens) or self.max_tokens == 0:
+            return range(0)
+        return range(count - 1, count + n_draft)
+
+    def started(self) -> list[FromRunner]:
+        seq = self.seq
+        return [
+            Started(
+                request_id=seq.request_id,
+                prompt_tokens=seq.n_prompt,
+                cached_tokens=seq.n_cached,
+                seed=self.sampler.seed,
+                dropped_messages=self.dropped_messages,
+                dropped_tokens=self.dropped_tokens,
+            )
+        ]
+
+    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+        """Chooses row by row, for as long as what is chosen is what the draft had guessed: the same tokens as without a draft."""
+        seq = self.seq
+        if self.max_tokens == 0:
+            self.reason = "length" if not seq.pending else None
+            return 0
+        for i, row in enumerate(rows):
+            self._take_token(row)
+            if self.done or i >= len(draft) or seq.tokens[-1] != draft[i]:
+                return i
+        return 0
+
+    def _take_token(self, row: Floats) -> None:
+        seq = self.seq
+        raw = row.copy() if self.n_logprobs is not None else None
+        token = self.sampler.choose(row, seq.tokens, seq.position)
+        seq.tokens.append(token)
+        self.n_chosen += 1
+        if token in self.eog_ids:
+            self.reason = "stop"
+            return
+        part = self.answer.push(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0))
+        self._shown.add(part)
+        if part.stop is not None:
+            self.reason = "stop"
+        elif len(seq.tokens) >= seq.limit:
+            self.reason = "length"
+
+    def report(self, now: float) -> list[FromRunner]:
+        seq = self.seq
+        if self.n_chosen:
+            seq.last_token_at = now
+            seq.first_token_at = seq.first_token_at or now
+        shown, self._shown = self._shown, Shown()
+        if self.done and shown.stop is None:
+            shown.add(self.answer.end())
+        events: list[FromRunner] = []
+        if shown:
+            events.append(Piece(request_id=seq.request_id, text=shown.text, logprobs=shown.logprobs))
+        if self.done:
+            if shown.stop is not None:
+                self.reason, self.stop = "stop", shown.stop
+            events.append(self.finished(now))
+        return events
+
+    def cancelled(self, now: float) -> Finished:
+        self.reason = "cancelled"
+        return self.finished(now)
+
+    def finished(self, now: float) -> Finished:
+        """The last event. Times are those of this request alone."""
+        seq = self.seq
+        assert self.reason is not None
+        scheduled = seq.scheduled_at if seq.scheduled_at is not None else now
+        first = seq.first_token_at if seq.first_token_at is not None else now
+        return Finished(
+            request_id=seq.request_id,
+            reason=self.reason,
+            stop=self.stop,
+            prompt_tokens=seq.n_prompt,
+            cached_tokens=seq.n_cached,
+            completion_tokens=self.n_chosen,
+            seed=self.sampler.seed,
+            queue_s=scheduled - seq.arrival,
+            prefill_s=first - scheduled,
+            decode_s=(seq.last_token_at or first) - first,
+            first_token_s=first - seq.arrival,
+            context=seq.tokens,
+        )
+
+
+@dataclass
+class Evaluation:
+    """How likely a text is, token by token: teacher forcing, all rows' logits wanted."""
+
+    seq: Sequence
+    top: int
+    ids: list[list[int]] | None = None
+    done: bool = False
+    _first: int = 0
+    _chunk: Evaluated | None = None
+
+    def outputs(self, start: int, count: int, n_draft: int) -> range:
+        self._first = start
+        return range(count)
+
+    def started(self) -> list[FromRunner]:
+        return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]
+
+    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+        tokens, first = self.seq.tokens, self._first
+        self._chunk = Evaluated(
+            request_id=self.seq.request_id, first=first, tokens=tokens[first : first + len(rows)], nll=[], top_ids=[], top_logprobs=[]
+        )
+        for i, row in enumerate(rows):
+            total = log_sum_exp(row)
+            top = largest(row, self.top)
+            self._chunk.top_ids.append(top.tolist())
+            self._chunk.top_logprobs.append((row[top].astype(np.float64) - total).tolist())
+            if self.ids is not None:
+                self._chunk.logprobs.append((row[self.ids[first + i]].astype(np.float64) - total).tolist())
+            if first + i + 1 < len(tokens):
+                self._chunk.nll.append(total - float(row[tokens[first + i + 1]]))
+        self.done = first + len(rows) == len(tokens)
+        return 0
+
+    def report(self, now: float) -> list[FromRunner]:
+        seq = self.seq
+        seq.last_token_at = now
+        events: list[FromRunner] = [] if self._chunk is None else [self._chunk]
+        self._chunk = None
+        if self.done:
+            events.append(self._finished("stop", now))
+        return events
+
+    def cancelled(self, now: float) -> Finished:
+        return self._finished("cancelled", now)
+
+    def _finished(self, reason: FinishReason, now: float) -> Finished:
+        seq = self.seq
+        scheduled = seq.scheduled_at if seq.scheduled_at is not None else now
+        return Finished(
+            request_id=seq.request_id,
+            reason=reason,
+            prompt_tokens=seq.n_prompt,
+            queue_s=scheduled - seq.arrival,
+            prefill_s=now - scheduled,
+        )

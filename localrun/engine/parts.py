@@ -1,0 +1,92 @@
+"""What a runner is made of: a model, a tokenizer and a template, as protocols. Only `load_parts` knows that they come from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from localrun.errors import LoadFailed, LocalrunError, ModelFileRejected, Unsupported
+from localrun.messages import Load
+from localrun.models.errors import ModelFileError
+from localrun.models.model import LoadOptions, Model, Progress
+
+
+class Tokenizer(Protocol):
+    """The part of `localrun.text.tokenizer.Tokenizer` that the engine calls."""
+
+    n_vocab: int
+    bos_id: int | None
+    eog_ids: frozenset[int]
+
+    def encode(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
+    def decode(self, ids: Iterable[int], /, *, remove_special: bool = False, unparse_special: bool = True) -> bytes: ...
+    def piece(self, token: int, /, *, special: bool = False) -> bytes: ...
+
+
+class Template(Protocol):
+    """The part of `localrun.text.template.ChatTemplate` that the engine calls."""
+
+    def render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str: ...
+
+
+def _no_other_template(source: str) -> Template:
+    raise Unsupported("this model takes no other template", param="template")
+
+
+@dataclass
+class Parts:
+    model: Model
+    tokenizer: Tokenizer
+    template: Template
+    has_template: bool
+    """Whether the template is the file's or the Modelfile's own, and not the fallback."""
+    template_from: Callable[[str], Template] = _no_other_template
+    """Makes a template of a request's own source."""
+    capabilities: list[str] = field(default_factory=lambda: ["completion"])
+
+
+Loader = Callable[[Load, Progress], Parts]
+
+
+def load_parts(load: Load, progress: Progress) -> Parts:
+    """Everything from the model file. Raises ModelFileError, LocalrunError, or what the kernels raise for want of memory."""
+    from localrun.models.gguf import open_gguf
+    from localrun.models.load import load_model
+    from localrun.text.template import chat_template_for
+    from localrun.text.tokenizer import load_tokenizer
+
+    path = Path(load.path)
+    with open_gguf(path) as gguf:
+        tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
+        template = chat_template_for(gguf, load.template)
+        own = load.template is not None or "tokenizer.chat_template" in gguf.metadata
+    options = LoadOptions(n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir)
+    model = load_model(path, options, progress)
+    return Parts(model, tokenizer, template, own)
+
+
+def resolve_loader(loader: Loader | str | None) -> Loader:
+    """The loader itself; `"package.module:function"` is imported; None is `load_parts`."""
+    if loader is None:
+        return load_parts
+    if isinstance(loader, str):
+        module, _, name = loader.partition(":")
+        found: Loader = getattr(import_module(module), name)
+        return found
+    return loader
+
+
+def as_localrun_error(error: BaseException) -> LocalrunError:
+    """The error to report for whatever went wrong in the layers below: the one place where theirs become ours."""
+    if isinstance(error, LocalrunError):
+        return error
+    if isinstance(error, ModelFileError):
+        return ModelFileRejected(str(error))
+    if isinstance(error, MemoryError):
+        return LoadFailed("not enough memory for this model; close something, or choose a smaller model or num_ctx")
+    if isinstance(error, OSError):
+        return LoadFailed(f"{error.strerror or type(error).__name__}: {error.filename or 'the model file'}")
+    return LocalrunError(f"internal error in the runner: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -1,0 +1,250 @@
+"""The prefix tree: which token sequences have their K/V in the pool, so that a new one starts from its longest match.
+
+A radix tree over tokens whose edges are one block long: block boundaries are multiples of the block size from the sequence's start, so
+sequences can share a block exactly when they agree up to its end. Matching is by token all the same: where a sequence leaves the tree
+inside a block, that block is matched for the tokens they share, and whoever wants to write on in it copies it first (cache.py). Only a
+whole block has children; a shorter one, the end of something finished, is a leaf.
+
+Least recently used leaves go first. Knows tokens and blocks; knows neither requests nor the model.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from localrun.engine.pool import BlockPool
+
+
+class Node:
+    """One block of tokens below `parent`; the root has none."""
+
+    __slots__ = ("block", "by_first", "children", "parent", "tokens", "used")
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], block: int, used: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.block = block
+        self.used = used
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.by_first: dict[int, list[Node]] = {}
+        """The children again, by first token: the candidates for a partial match."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest known beginning of a token sequence."""
+
+    n_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Their blocks, the last one perhaps shared only in part (n_tokens is then no multiple of the block size)."""
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """Where a sequence left the tree although the tree went on."""
+
+    position: int
+    cached: tuple[int, ...]
+    """The tokens that the tree has there, at most a block of them."""
+    beyond: int
+    """How many tokens the tree holds from there on, along one path."""
+
+
+class PrefixTree:
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._root = Node(None, (), -1, 0)
+        self._tick = 0
+        self._victims: list[tuple[int, int, Node]] = []
+        self._by_block: dict[int, Node] = {}
+        self._ties = itertools.count()
+        self.n_evicted = 0
+
+    def __len__(self) -> int:
+        """Blocks in the tree."""
+        return len(self._by_block)
+
+    def match(self, tokens: Sequence[int], limit: int) -> Match:
+        """The longest match of tokens[:limit], marked as used now. Takes no references: that is the caller's next act."""
+        self._tick += 1
+        size = self._pool.block_tokens
+        node, at, blocks = self._root, 0, list[int]()
+        while at + size <= limit:
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                break
+            child.used = self._tick
+            blocks.append(child.block)
+            node, at = child, at + size
+        best, shared = self._closest(node, tokens[at : min(at + size, limit)])
+        if best is None:
+            return Match(at, blocks)
+        best.used = self._tick
+        return Match(at + shared, [*blocks, best.block])
+
+    def near_miss(self, tokens: Sequence[int]) -> NearMiss | None:
+        """Where `tokens` stops agreeing with what is cached, if the cache goes on from there."""
+        size = self._pool.block_tokens
+        node, at = self._root, 0
+        while (child := node.children.get(tuple(tokens[at : at + size]))) is not None:
+            node, at = child, at + size
+        best, shared = self._closest(node, tokens[at : at + size])
+        if best is None and node is not self._root:
+            best = next(iter(node.children.values()), None)
+        if best is None or shared == len(best.tokens) or at + shared >= len(tokens):
+            return None
+        return NearMiss(at + shared, best.tokens[shared:], _depth(best) - shared)
+
+    def insert(
+        self, cursor: Node | None, tokens: Sequence[int], table: list[int], start: int, end: int, *, tail: bool = False
+    ) -> Node | None:
+        """Leaves tokens[start:end] of a sequence in the tree; `table` are all its blocks, `start` is block-aligned.
+
+        `cursor` is what the last call for this sequence returned (None: the root), and stays valid while the sequence holds its blocks.
+        Only whole blocks are kept, unless `tail`, which also keeps the rest, as a leaf. Where an equal block is there already, the
+        sequence's is swapped for it in `table` and given back: K/V of equal beginnings are equal to the bit, whoever computed them.
+        """
+        self._tick += 1
+        size = self._pool.block_tokens
+        node = self._root if cursor is None else cursor
+        for at in range(start, end if tail else end - size + 1, size):
+            key = tuple(tokens[at : min(at + size, end)])
+            child = node.children.get(key)
+            if child is None:
+                child = self._add(node, key, table[at // size])
+            elif child.block != table[at // size]:
+                self._pool.retain(child.block)
+                self._pool.release(table[at // size])
+                table[at // size] = child.block
+            if child is None:
+                break
+            child.used = self._tick
+            node = child
+        return None if node is self._root else node
+
+    def evict(self) -> bool:
+        """Frees the least recently used leaf that nobody holds; False when there is none."""
+        node = self._next_victim() or (self._collect_victims() and self._next_victim()) or None
+        if node is None:
+            return False
+        parent = node.parent
+        assert parent is not None
+        self._remove(node)
+        self.n_evicted += 1
+        if self._evictable(parent):
+            heapq.heappush(self._victims, (parent.used, next(self._ties), parent))
+        return True
+
+    def forget(self, block: int) -> None:
+        """Takes a leaf's block out of the tree, whoever else holds it. A block with others below it stays."""
+        node = self._by_block.get(block)
+        if node is not None and not node.children:
+            self._remove(node)
+
+    def clear(self) -> None:
+        """Evicts all that nobody holds."""
+        while self.evict():
+            pass
+
+    def blocks(self) -> Iterator[int]:
+        """Every block of the tree."""
+        return iter(self._by_block)
+
+    def check(self) -> None:
+        """Raises AssertionError where the tree contradicts itself."""
+        count = 0
+        for node in self._nodes():
+            count += 1
+            size = self._pool.block_tokens
+            if not 1 <= len(node.tokens) <= size or (node.children and len(node.tokens) != size):
+                raise AssertionError(f"a node of {len(node.tokens)} tokens with {len(node.children)} children")
+            listed = sorted(id(n) for nodes in node.by_first.values() for n in nodes)
+            if listed != sorted(id(n) for n in node.children.values()):
+                raise AssertionError("a node's two indexes of its children differ")
+            above = node.parent
+            if above is not None and above is not self._root and self._pool.references(above.block) < self._pool.references(node.block):
+                raise AssertionError(f"block {node.block} has more holders than block {above.block} before it")
+            if self._by_block.get(node.block) is not node:
+                raise AssertionError(f"block {node.block} is not known as its node's")
+        if count != len(self):
+            raise AssertionError(f"{count} nodes, {len(self)} known")
+
+    def _add(self, parent: Node, key: tuple[int, ...], block: int) -> Node | None:
+        """A new child; None when a longer leaf already says as much. A shorter leaf that it continues is dropped."""
+        for other in list(parent.by_first.get(key[0], ())):
+            if len(other.tokens) > len(key) and other.tokens[: len(key)] == key:
+                other.used = self._tick
+                return None
+            if len(other.tokens) < len(key) and key[: len(other.tokens)] == other.tokens:
+                self._remove(other)
+        node = Node(parent, key, block, self._tick)
+        self._pool.enter_tree(block)
+        self._by_block[block] = node
+        parent.children[key] = node
+        parent.by_first.setdefault(key[0], []).append(node)
+        return node
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children
+        del parent.children[node.tokens]
+        siblings = parent.by_first[node.tokens[0]]
+        siblings.remove(node)
+        if not siblings:
+            del parent.by_first[node.tokens[0]]
+        node.parent = None
+        del self._by_block[node.block]
+        self._pool.leave_tree(node.block)
+
+    def _evictable(self, node: Node) -> bool:
+        return node.parent is not None and not node.children and self._pool.references(node.block) == 1
+
+    def _next_victim(self) -> Node | None:
+        while self._victims:
+            used, _, node = heapq.heappop(self._victims)
+            if node.used == used and self._evictable(node):
+                return node
+        return None
+
+    def _collect_victims(self) -> bool:
+        self._victims = [(node.used, next(self._ties), node) for node in self._nodes() if self._evictable(node)]
+        heapq.heapify(self._victims)
+        return bool(self._victims)
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _closest(self, node: Node, wanted: Sequence[int]) -> tuple[Node | None, int]:
+        """The child of `node` that shares most tokens with `wanted`, and how many."""
+        best, shared = None, 0
+        for child in node.by_first.get(wanted[0], ()) if wanted else ():
+            n = _common(child.tokens, wanted)
+            if n > shared:
+                best, shared = child, n
+        return best, shared
+
+
+def _depth(node: Node | None) -> int:
+    """Tokens from this node to the end of the path that always takes the first child."""
+    total = 0
+    while node is not None:
+        total += len(node.tokens)
+        node = next(iter(node.children.values()), None)
+    return total
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

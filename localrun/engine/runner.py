@@ -1,0 +1,245 @@
+"""The runner process: one model, one pipe. First frame Load, then messages.py in both directions until Shutdown or the pipe's end.
+
+Two threads. The reader takes frames, answers what needs no model (Tokenize, Detokenize, Render) and turns requests into jobs; the main
+thread steps the engine while there is work and otherwise waits for the reader, using no CPU. When the daemon dies, the pipe closes and the
+process ends. Knows the pipe and the order of a life; what happens in a step is step.py's.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from localrun import messages
+from localrun.engine.intake import Intake
+from localrun.engine.jobs import Job
+from localrun.engine.memory import available_memory, kv_budget
+from localrun.engine.parts import Loader, Parts, as_localrun_error, resolve_loader
+from localrun.engine.step import Engine
+from localrun.errors import LoadFailed, LocalrunError
+from localrun.messages import (
+    Cancel,
+    Detokenize,
+    Evaluate,
+    Failed,
+    FromRunner,
+    Generate,
+    Load,
+    Loaded,
+    LoadProgress,
+    Render,
+    Shutdown,
+    Tokenize,
+    ToRunner,
+)
+from localrun.models.model import BLOCK_TOKENS
+
+log = logging.getLogger(__name__)
+
+
+class DaemonGone(Exception):
+    """Nobody is at the other end of the pipe."""
+
+
+class Pipe:
+    """Whole messages over a connection; any thread may send."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, message: FromRunner) -> None:
+        """Raises DaemonGone."""
+        frame = messages.encode(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(frame)
+        except (OSError, ValueError) as error:
+            raise DaemonGone from error
+
+    def receive(self) -> ToRunner:
+        """Raises DaemonGone; msgspec.DecodeError for a frame that is no message."""
+        try:
+            frame = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise DaemonGone from error
+        return messages.decode_to_runner(frame)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def main(connection: Connection, load: Loader | str | None = None) -> None:
+    """The runner's whole life. `load` makes the model's parts: by default from the file; a function or `"package.module:function"`
+    otherwise.
+
+    Returns when told to, when loading failed (which is reported), or when the daemon is gone.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; only the daemon decides what it means
+    pipe = Pipe(connection)
+    try:
+        first = pipe.receive()
+        if not isinstance(first, Load):
+            raise LoadFailed(f"a runner's first message must be load, not {type(first).__name__}")
+        _serve(pipe, first, resolve_loader(load))
+    except DaemonGone:
+        pass
+    except Exception as error:
+        if not isinstance(error, LocalrunError):
+            log.exception("loading failed")
+        _report_failure(pipe, "", as_localrun_error(error))
+    finally:
+        pipe.close()
+
+
+def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
+    began = time.monotonic()
+    parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
+    try:
+        n_blocks = _allocate(parts, load)
+        runner = Runner(pipe, parts, n_blocks, load.max_queue)
+        info = parts.model.info
+        pipe.send(
+            Loaded(
+                architecture=info.architecture,
+                n_ctx_train=info.n_ctx_train,
+                n_vocab=info.n_vocab,
+                kv_tokens=n_blocks * BLOCK_TOKENS,
+                weight_bytes=info.weight_bytes,
+                kv_bytes=n_blocks * info.kv_bytes_per_block,
+                packed=info.packed,
+                isa=info.isa,
+                num_thread=info.n_threads,
+                has_template=parts.has_template,
+                capabilities=parts.capabilities,
+                load_s=time.monotonic() - began,
+            )
+        )
+        gc.freeze()  # what has been loaded stays; no collection has to look at it again
+        runner.run()
+    finally:
+        parts.model.close()
+
+
+def _allocate(parts: Parts, load: Load) -> int:
+    """Reserves the KV pool; the number of its blocks. Raises LoadFailed."""
+    info = parts.model.info
+    budget = kv_budget(available_memory(), load.kv_budget, info.kv_bytes_per_block, BLOCK_TOKENS, info.n_ctx_train)
+    n_blocks = budget // info.kv_bytes_per_block
+    if n_blocks < 1:
+        raise LoadFailed(f"the KV cache needs at least {info.kv_bytes_per_block} bytes, kv_budget allows {budget}")
+    try:
+        parts.model.allocate_kv(n_blocks)
+    except MemoryError:
+        raise LoadFailed(f"not enough memory for a KV cache of {n_blocks * info.kv_bytes_per_block >> 20} MiB") from None
+    return n_blocks
+
+
+def _report_failure(pipe: Pipe, request_id: str, error: LocalrunError) -> None:
+    try:
+        pipe.send(Failed(request_id=request_id, code=error.code, message=str(error), param=error.param))
+    except DaemonGone:
+        log.warning("nobody to report to: %s", error)
+
+
+def _request_id(message: Load | Generate | Render | Tokenize | Detokenize | Evaluate) -> str:
+    match message:
+        case Load():
+            return ""
+        case Render():
+            return message.request.request_id
+        case _:
+            return message.request_id
+
+
+class Runner:
+    """The loop around an engine. `run` returns on Shutdown and when the daemon is gone."""
+
+    def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int) -> None:
+        self._pipe = pipe
+        self.engine = Engine(parts.model, n_blocks, pipe.send, max_waiting=max_queue)
+        self._intake = Intake(parts, n_blocks * BLOCK_TOKENS)
+        self._inbox: queue.SimpleQueue[Job | Cancel | Shutdown] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Raises DaemonGone when an event cannot be sent."""
+        reader = threading.Thread(target=self._read, name="reader", daemon=True)
+        reader.start()
+        while self._take_messages():
+            self.engine.step()
+
+    def _take_messages(self) -> bool:
+        """Handles what has come; waits for something when there is no work. False: the end."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(message, Shutdown):
+                return False
+            if isinstance(message, Cancel):
+                self.engine.cancel(message.request_id)
+            else:
+                try:
+                    self.engine.submit(message)
+                except LocalrunError as error:
+                    _report_failure(self._pipe, message.seq.request_id, error)
+
+    def _read(self) -> None:
+        """The reader thread: ends with the pipe, and lets the loop know."""
+        try:
+            while True:
+                try:
+                    message = self._pipe.receive()
+                except msgspec.DecodeError as error:
+                    log.error("a frame that is no message: %s", error)
+                    continue
+                self._handle(message)
+                if isinstance(message, Shutdown):
+                    return
+        except DaemonGone:
+            pass
+        finally:
+            self._inbox.put(Shutdown())
+
+    def _handle(self, message: ToRunner) -> None:
+        if isinstance(message, Cancel | Shutdown):
+            self._inbox.put(message)
+            return
+        try:
+            answer = self._answered(message)
+        except DaemonGone:
+            raise
+        except Exception as error:
+            request_id = _request_id(message)
+            if not isinstance(error, LocalrunError):
+                log.exception("request %s failed", request_id)
+            _report_failure(self._pipe, request_id, as_localrun_error(error))
+            return
+        if answer is not None:
+            self._pipe.send(answer)
+
+    def _answered(self, message: Load | Generate | Render | Tokenize | Detokenize | Evaluate) -> FromRunner | None:
+        """The answer, or None when it will come from the engine."""
+        match message:
+            case Generate():
+                self._inbox.put(self._intake.generation(message))
+            case Evaluate():
+                self._inbox.put(self._intake.evaluation(message))
+            case Render():
+                return self._intake.rendered(message)
+            case Tokenize():
+                return self._intake.tokenized(message)
+            case Detokenize():
+                return self._intake.detokenized(message)
+            case Load():
+                raise LocalrunError("this runner has a model already")
+        return None

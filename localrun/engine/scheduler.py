@@ -1,0 +1,215 @@
+"""Who computes what in the next step. Decides only: no numerics, no text, no clock of its own; everything it weighs is handed to it.
+
+A step takes every running sequence's next token first, then chunks of prompts while the step's expected time stays within `target_s`, so
+that a long prompt never stops other people's streams. Sequences are served in the order of arrival + priority * LEVEL_S: lower priority
+numbers first, but whoever has waited long enough comes before any newcomer, so nobody starves. A full pool preempts the last in that order:
+its blocks go to the tree, it waits, and computes again what the tree has lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localrun.engine.cache import KVCache
+from localrun.engine.cost import CostModel
+from localrun.engine.sequence import Phase, Sequence
+from localrun.errors import Busy
+
+LEVEL_S = 30.0
+"""Seconds of waiting that one level of priority is worth."""
+MIN_CHUNK = 16
+"""A prompt advances by this much even when the running streams alone take the step's whole time."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Tokens start..start+count-1 of a sequence, its draft following."""
+
+    seq: Sequence
+    start: int
+    count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.count + len(self.draft)
+
+    @property
+    def attended(self) -> int:
+        """(row, earlier position) pairs."""
+        return self.rows * (self.start + (self.rows + 1) // 2)
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence's next token can be chosen after this."""
+        return self.start + self.count == len(self.seq.tokens)
+
+
+@dataclass
+class Plan:
+    slices: list[Slice] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.slices)
+
+    @property
+    def attended(self) -> int:
+        return sum(s.attended for s in self.slices)
+
+
+class Scheduler:
+    """`max_rows`: of one pass. `max_running`: sequences at a time. `max_waiting`: queued beyond those, before Busy is raised."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        cost: CostModel,
+        *,
+        max_rows: int,
+        max_running: int = 64,
+        max_waiting: int = 512,
+        target_s: float = 0.2,
+        alone_s: float = 1.0,
+    ) -> None:
+        self.cache = cache
+        self.cost = cost
+        self.max_rows = max_rows
+        self.max_running = min(max_running, max_rows)
+        self.max_waiting = max_waiting
+        self.target_s = target_s
+        self.alone_s = alone_s
+        """Time of a step in which nobody waits for a token: shorter means quicker to react to a newcomer or a cancellation."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.running + self.waiting
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence. Raises Busy when the queue is full."""
+        if len(self.waiting) >= self.max_waiting + max(0, self.max_running - len(self.running)):
+            raise Busy
+        seq.phase = Phase.WAITING
+        self.waiting.append(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """Takes a sequence out, done or cancelled, and its blocks from it."""
+        if seq.finished:
+            return
+        (self.running if seq.phase is Phase.RUNNING else self.waiting).remove(seq)
+        seq.phase = Phase.FINISHED
+        self.cache.drop(seq)
+
+    def plan(self, now: float) -> Plan:
+        """The next step. Blocks for it are allocated; sequences that had to give way are back in the queue and listed."""
+        plan = Plan()
+        for seq in sorted((s for s in self.running if s.is_decoding), key=_order):
+            if seq.phase is Phase.RUNNING:
+                self._plan_token(plan, seq)
+        seconds = self.target_s if plan.slices else self.alone_s
+        reading = sorted([s for s in self.running if not s.is_decoding] + self.waiting, key=_order)
+        for i, seq in enumerate(reading):
+            if plan.rows >= self.max_rows:
+                break
+            if seq.phase is Phase.WAITING and not self._admit(plan, seq, now):
+                break
+            if not self._plan_chunk(plan, seq, self._share(plan, seq, seconds, reading[i + 1 :])):
+                break
+        return plan
+
+    def _plan_token(self, plan: Plan, seq: Sequence) -> None:
+        """The next token of a running sequence, its draft with it if there is room; others, or itself, give way where blocks lack."""
+        draft = tuple(seq.draft[: max(0, self.max_rows - plan.rows - 1 - len(self.running))])
+        if draft and not self.cache.grow(seq, 1 + len(draft)):
+            draft = ()
+        while not self.cache.grow(seq, 1):
+            victim = self._victim(plan)
+            self._preempt(plan, victim)
+            if victim is seq:
+                return
+        plan.slices.append(Slice(seq, seq.computed, 1, draft))
+
+    def _victim(self, plan: Plan) -> Sequence:
+        planned = {id(s.seq) for s in plan.slices}
+        return max((s for s in self.running if id(s) not in planned), key=_order)
+
+    def _preempt(self, plan: Plan, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.cache.drop(seq)
+        seq.phase = Phase.WAITING
+        seq.draft = []
+        seq.n_preempted += 1
+        self.waiting.append(seq)
+        plan.preempted.append(seq)
+
+    def _share(self, plan: Plan, seq: Sequence, seconds: float, later: list[Sequence]) -> float:
+        """The time up to which this sequence may fill the step: half of what is left when a shorter prompt stands behind it, else all.
+
+        So a short question waits neither for the end of a book that came before it, nor does the book stand still.
+        """
+        if not any(s.pending < seq.pending for s in later):
+            return seconds
+        taken = self.cost.predict(plan.rows, plan.attended)
+        return taken + max(0.0, seconds - taken) / 2
+
+    def _admit(self, plan: Plan, seq: Sequence, now: float) -> bool:
+        """Whether a waiting sequence may run: a place, and blocks for all it has to read, besides what those that run still need and one
+        spare each."""
+        if len(self.running) >= self.max_running or seq in plan.preempted:
+            return False
+        self.cache.adopt(seq)
+        promised = sum(self.cache.missing(s, s.pending) + 1 for s in self.running)
+        if self.running and self.cache.missing(seq, seq.pending) + promised > self.cache.pool.n_obtainable:
+            self.cache.drop(seq)
+            seq.n_cached = 0 if not seq.n_preempted else seq.n_cached
+            return False
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.phase = Phase.RUNNING
+        if seq.scheduled_at is None:
+            seq.scheduled_at = now
+        return True
+
+    def _plan_chunk(self, plan: Plan, seq: Sequence, seconds: float) -> bool:
+        """As many tokens of a prompt as the step's time allows. False: no more this step."""
+        self.cache.adopt(seq)
+        if self._will_be_shared(plan, seq):
+            return True
+        room = min(seq.pending, self.max_rows - plan.rows, seq.max_chunk)
+        per_row = seq.computed + room // 2
+        count = self.cost.rows_within(seconds, plan.rows, plan.attended, per_row, room)
+        if count < min(room, MIN_CHUNK):
+            if any(not s.completes or s.count > 1 for s in plan.slices):
+                return False
+            count = min(room, MIN_CHUNK)
+        if count < seq.pending and count > MIN_CHUNK:
+            count -= (seq.computed + count) % self.cache.pool.block_tokens
+        while not self.cache.grow(seq, count):
+            victim = self._victim(plan)
+            if victim is seq:
+                return False
+            self._preempt(plan, victim)
+        plan.slices.append(Slice(seq, seq.computed, count))
+        return True
+
+    def _will_be_shared(self, plan: Plan, seq: Sequence) -> bool:
+        """Whether this step computes, for another sequence, the block that this one needs next: then it waits a step and takes it from the
+        tree."""
+        if not seq.may_reuse:
+            return False
+        end = seq.computed - seq.computed % self.cache.pool.block_tokens + self.cache.pool.block_tokens
+        return end < len(seq.tokens) and any(
+            s.seq.may_reuse and s.start <= seq.computed and s.start + s.count >= end and s.seq.tokens[:end] == seq.tokens[:end]
+            for s in plan.slices
+        )
+
+
+def _order(seq: Sequence) -> float:
+    return seq.arrival + LEVEL_S * seq.priority

@@ -1,0 +1,79 @@
+"""One answer being made: its tokens, its blocks, how far it is. State is read through properties; the scheduler and the step change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localrun.engine.prefix import Node
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` are prompt and answer; `computed` of them have their K/V in `blocks`."""
+
+    request_id: str
+    tokens: list[int]
+    limit: int
+    """Most tokens, prompt and answer: min(num_ctx, model, pool), and max_tokens."""
+    arrival: float
+    """Clock time, seconds."""
+    priority: int = 0
+    may_reuse: bool = True
+    """Whether it takes part in the prefix tree; an evaluation, which wants every row's logits, does not."""
+    wants_all_rows: bool = False
+    max_chunk: int = 1 << 30
+    """Most tokens of it in one step."""
+
+    phase: Phase = Phase.WAITING
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    n_cached: int = 0
+    """Prompt tokens that came from the prefix tree at the first admission."""
+    n_preempted: int = 0
+    in_tree: int = 0
+    """How many of its tokens, from the start, are known to be in the tree."""
+    tree_cursor: Node | None = None
+    draft: list[int] = field(default_factory=list)
+    """Guesses at the next tokens, to be checked in the next step."""
+    n_prompt: int = 0
+    n_dropped: int = 0
+    """Tokens that a context shift has taken out of the middle."""
+
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose K/V is still to be computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token away from the next."""
+        return self.pending == 1 and not self.wants_all_rows and self.computed > 0
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) + self.n_dropped - self.n_prompt
+
+    @property
+    def position(self) -> int:
+        """Number of tokens before the next one, dropped ones included: what its draw is keyed by."""
+        return len(self.tokens) + self.n_dropped
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED

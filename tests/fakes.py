@@ -1,0 +1,287 @@
+"""Models without weights, so that engine, API and terminal can be tested with neither kernels nor files.
+
+`FakeModel` keeps a real block-indexed KV store and computes logits from what it reads back through the block table: a wrong table, a wrong
+start, a stale or overwritten block all give other text. `ScriptedModel` says exactly the text it is told to. `FakeTokenizer` is byte-level,
+with a few longer pieces so that one token may carry several characters. `load_fake` and its relatives are what a runner can be started with
+in place of the real loader: module functions, so that `functools.partial` of them can be sent to another process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localrun.engine.parts import Parts
+from localrun.errors import BadRequest
+from localrun.messages import Load
+from localrun.models.model import BLOCK_TOKENS, ModelInfo, Progress, Span
+
+BYTES = 256
+BOS, EOS, END, USER, ASSISTANT, SYSTEM, TOOL = range(BYTES, BYTES + 7)
+SPECIALS = {BOS: "<s>", EOS: "</s>", END: "<|end|>", USER: "<|user|>", ASSISTANT: "<|assistant|>", SYSTEM: "<|system|>", TOOL: "<|tool|>"}
+PIECES = (b"the ", b"hello", b" world", b"ing", b"\n\n", b"STOP", b" and", "한".encode(), "é".encode(), b"    ")
+_MASK = (1 << 64) - 1
+
+
+class FakeTokenizer:
+    """Bytes 0..255, then the special tokens, then PIECES; encodes with the longest piece first."""
+
+    def __init__(self) -> None:
+        self._pieces = [bytes([b]) for b in range(BYTES)] + [SPECIALS[i].encode() for i in sorted(SPECIALS)] + list(PIECES)
+        self._special_of = {text: token for token, text in SPECIALS.items()}
+        self._longest_first = sorted(((p, BYTES + len(SPECIALS) + i) for i, p in enumerate(PIECES)), key=lambda item: -len(item[0]))
+        self.n_vocab = len(self._pieces)
+        self.bos_id: int | None = BOS
+        self.eos_id: int | None = EOS
+        self.eog_ids = frozenset({EOS, END})
+        self.add_bos = True
+        self.add_eos = False
+
+    def encode(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        data = text.encode("utf-8") if isinstance(text, str) else text
+        ids = [BOS] if add_special else []
+        at = 0
+        while at < len(data):
+            token, length = self._next(data, at, parse_special)
+            ids.append(token)
+            at += length
+        return ids
+
+    def _next(self, data: bytes, at: int, parse_special: bool) -> tuple[int, int]:
+        if parse_special and data[at] == ord("<"):
+            for text, token in self._special_of.items():
+                if data.startswith(text.encode(), at):
+                    return token, len(text)
+        for piece, token in self._longest_first:
+            if data.startswith(piece, at):
+                return token, len(piece)
+        return data[at], 1
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        if token in SPECIALS and not special:
+            return b""
+        return self._pieces[token]
+
+    def decode(self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True) -> bytes:
+        return b"".join(self.piece(token, special=unparse_special and not (remove_special and token in (BOS, EOS))) for token in ids)
+
+
+class FakeTemplate:
+    """`<|role|>text` for each message, then `<|assistant|>`; refuses roles it does not know, as a real template may."""
+
+    source = "fake"
+
+    def render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
+        text = "<s>"
+        for message in messages:
+            if message["role"] not in ("user", "assistant", "system", "tool"):
+                raise BadRequest(f"the chat template has no role {message['role']!r}")
+            text += f"<|{message['role']}|>{message.get('content') or ''}"
+            if message["role"] == "assistant":
+                text += "<|end|>"
+        return text + ("<|assistant|>" if add_generation_prompt else "")
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A 64-bit mixer of the splitmix family, elementwise; good enough to tell any two inputs apart."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class BlockStore:
+    """What stands for K and V: each position's entry is a hash of the entry before it, as it was then, and the token."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.entries = np.zeros((n_blocks, BLOCK_TOKENS), np.uint64)
+        self.tokens = np.full((n_blocks, BLOCK_TOKENS), -1, np.int64)
+
+    def write(self, span: Span) -> None:
+        if len(span.block_table) != -(-(span.start + len(span.tokens)) // BLOCK_TOKENS):
+            raise AssertionError(f"{len(span.block_table)} blocks for {span.start} + {len(span.tokens)} tokens")
+        for i, token in enumerate(span.tokens):
+            position = span.start + i
+            before = int(self.entries[self._at(span, position - 1)]) if position else 0x9E3779B97F4A7C15
+            entry = np.array([(before * 3 + int(token) * 0x100000001B3 + position) & _MASK], np.uint64)
+            self.entries[self._at(span, position)] = mix(entry)[0]
+            self.tokens[self._at(span, position)] = token
+
+    def read(self, span: Span, length: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Entries and tokens (length,) of positions 0..length-1."""
+        blocks = span.block_table[: -(-length // BLOCK_TOKENS)]
+        return self.entries[blocks].reshape(-1)[:length], self.tokens[blocks].reshape(-1)[:length]
+
+    @staticmethod
+    def _at(span: Span, position: int) -> tuple[int, int]:
+        return int(span.block_table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
+
+
+class FakeModel:
+    """Deterministic logits from a hash of the sequence read back through its block table.
+
+    temperature spreads: with `spread` around 3 a sampled text varies, as a real model's does. `cost(rows, attended)` seconds are added to
+    `clock` for each pass, if both are given; `delay` seconds are really slept.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int = BYTES + len(SPECIALS) + len(PIECES),
+        *,
+        n_ctx_train: int = 4096,
+        max_batch: int = 64,
+        spread: float = 3.0,
+        eog_bias: float = 0.0,
+        delay: float = 0.0,
+        cost: Callable[[int, int], float] | None = None,
+        clock: Any = None,
+    ) -> None:
+        self.info = ModelInfo("fake", n_vocab, n_ctx_train, max_batch, 1024, 4096, False, "none", 1)
+        self.passes = 0
+        self.rows = 0
+        self.closed = False
+        self._spread, self._eog_bias, self._delay, self._cost, self._clock = spread, eog_bias, delay, cost, clock
+        self._ids = np.arange(n_vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self.store: BlockStore | None = None
+
+    def allocate_kv(self, n_blocks: int) -> None:
+        assert self.store is None, "allocate_kv called twice"
+        self.store = BlockStore(n_blocks)
+
+    def copy_block(self, source: int, target: int) -> None:
+        assert self.store is not None
+        self.store.entries[target] = self.store.entries[source]
+        self.store.tokens[target] = self.store.tokens[source]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def forward(self, spans: list[Span]) -> NDArray[np.float32]:
+        assert self.store is not None, "forward before allocate_kv"
+        rows = sum(len(s.tokens) for s in spans)
+        if rows > self.info.max_batch:
+            raise ValueError(f"{rows} rows in a pass of at most {self.info.max_batch}")
+        self._no_block_written_twice(spans)
+        for span in spans:
+            self.store.write(span)
+        self.passes += 1
+        self.rows += rows
+        if self._delay:
+            time.sleep(self._delay)
+        if self._cost is not None and self._clock is not None:
+            self._clock.advance(self._cost(rows, sum(s.start + len(s.tokens) for s in spans)))
+        out = [self.logits(*self.store.read(s, s.start + int(i) + 1)) for s in spans for i in s.outputs]
+        return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+
+    @staticmethod
+    def _no_block_written_twice(spans: list[Span]) -> None:
+        written: set[int] = set()
+        for span in spans:
+            own = {int(b) for b in span.block_table[span.start // BLOCK_TOKENS :]}
+            assert not own & written, "two sequences write the same block in one pass"
+            written |= own
+
+    def logits(self, entries: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """float32 (n_vocab,) of the position after the last of `entries` (n,), `tokens` (n,)."""
+        weights = np.arange(1, len(entries) + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+        with np.errstate(over="ignore"):
+            state = np.bitwise_xor.reduce(mix(entries + weights))
+            bits = mix(self._ids ^ state)
+        uniform = (bits >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+        logits = self._spread * np.log(uniform / (1 - uniform) + 1e-12)
+        logits[128:BYTES] -= 2 * self._spread  # mostly readable text, but not only
+        logits[:32] -= 2 * self._spread
+        logits[[EOS, END]] += self._eog_bias
+        logits[[BOS, USER, ASSISTANT, SYSTEM, TOOL]] = -1e4
+        return logits.astype(np.float32)
+
+
+class ScriptedModel(FakeModel):
+    """Says `reply` token by token, then ends the turn. `reply` is a text, or a function from the prompt's text to one.
+
+    Where in the reply it is, it reads from the KV store: after the last `<|assistant|>`, or, in a prompt without one, from the longest
+    end of the sequence that is a beginning of the reply.
+    """
+
+    def __init__(self, reply: str | Callable[[str], str], **options: Any) -> None:
+        super().__init__(**options)
+        self._reply = reply
+        self._tokenizer = FakeTokenizer()
+
+    def logits(self, entries: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        ids = [int(t) for t in tokens]
+        if ASSISTANT in ids:
+            cut = len(ids) - ids[::-1].index(ASSISTANT)
+            script = self._script(ids[:cut])
+            said = len(ids) - cut
+        else:
+            script = self._script(ids)
+            said = next(k for k in range(min(len(script), len(ids)), -1, -1) if ids[len(ids) - k :] == script[:k])
+        logits = super().logits(entries, tokens) * 0.01
+        logits[script[said] if said < len(script) else END] += 40.0
+        return logits
+
+    def _script(self, prompt: list[int]) -> list[int]:
+        text = self._reply if isinstance(self._reply, str) else self._reply(self._tokenizer.decode(prompt).decode("utf-8", "replace"))
+        return self._tokenizer.encode(text, add_special=False)
+
+
+def echo(prompt: str) -> str:
+    """Reply of a scripted model: the last user message, in quotes."""
+    return f'You said "{prompt.rpartition("<|user|>")[2].removesuffix("<|assistant|>")}".'
+
+
+def parts_of(model: FakeModel) -> Parts:
+    """A fake model with the fake tokenizer and template, as the runner takes it."""
+    return Parts(model=model, tokenizer=FakeTokenizer(), template=FakeTemplate(), has_template=True)
+
+
+def load_fake(load: Load, progress: Progress, **options: Any) -> Parts:
+    """Stands in for the real loader: a FakeModel that reports two stages of progress."""
+    progress("inventing weights", 1, 2)
+    progress("inventing weights", 2, 2)
+    return parts_of(FakeModel(max_batch=load.num_batch, **options))
+
+
+def load_scripted(load: Load, progress: Progress, *, reply: str | Callable[[str], str] = echo, **options: Any) -> Parts:
+    """A ScriptedModel; `functools.partial(load_scripted, reply="...")` says what."""
+    progress("learning the script", 1, 1)
+    return parts_of(ScriptedModel(reply, max_batch=load.num_batch, **options))
+
+
+def load_failing(load: Load, progress: Progress, *, error: type[Exception] = RuntimeError, message: str = "no such luck") -> Parts:
+    """A loader that raises."""
+    raise error(message)
+
+
+def load_crashing(load: Load, progress: Progress, *, after_passes: int = 1) -> Parts:
+    """A model whose process dies in its nth forward pass, as a kernel crash or an out-of-memory kill would have it."""
+    return parts_of(CrashingModel(after_passes))
+
+
+class CrashingModel(FakeModel):
+    def __init__(self, after_passes: int) -> None:
+        super().__init__()
+        self._after = after_passes
+
+    def forward(self, spans: list[Span]) -> NDArray[np.float32]:
+        if self.passes + 1 >= self._after:
+            os._exit(139)
+        return super().forward(spans)
+
+
+class FakeClock:
+    """A clock that moves only when told."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
