@@ -22,6 +22,7 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
 from localrun.store import catalogue, describe, wheels
 from localrun.store.blobs import Blobs
+from localrun.store.create import CreateSpec, create
 from localrun.store.durable import StorageFailed, locked
 from localrun.store.manifests import CONFIG_TYPE, LAYER_TYPE, BadManifest, Layer, Manifest, Manifests
 from localrun.store.names import Name
@@ -126,13 +127,13 @@ class Store:
             digest=manifest.digest,
             size=manifest.size,
             modified_at=self.manifests.modified_at(name),
-            config=self._object(manifest.config, dict) if manifest.config.digest else {},
+            config=self.json_blob(manifest.config, dict) if manifest.config.digest else {},
             model_path=self.blobs.path(weights[0].digest),
             model_digest=weights[0].digest,
             template=next(iter(texts["template"] or texts["prompt"]), None),
             system=next(iter(texts["system"]), None),
-            params=next((self._object(layer, dict) for layer in manifest.of_kind("params")), {}),
-            messages=next((self._object(layer, list) for layer in manifest.of_kind("messages")), []),
+            params=next((self.json_blob(layer, dict) for layer in manifest.of_kind("params")), {}),
+            messages=next((self.json_blob(layer, list) for layer in manifest.of_kind("messages")), []),
             license=texts["license"],
             adapters=[self.blobs.path(layer.digest) for layer in manifest.of_kind("adapter")],
             projectors=[self.blobs.path(layer.digest) for layer in manifest.of_kind("projector")],
@@ -141,7 +142,8 @@ class Store:
     def _text(self, layer: Layer) -> str:
         return self.blobs.read(layer.digest).decode("utf-8", errors="replace")
 
-    def _object(self, layer: Layer, kind: type[Any]) -> Any:
+    def json_blob(self, layer: Layer, kind: type[Any]) -> Any:
+        """The layer's JSON, which must be of that type. Raises BadManifest, StorageFailed."""
         try:
             value = json.loads(self.blobs.read(layer.digest))
         except (ValueError, RecursionError) as error:
@@ -173,6 +175,10 @@ class Store:
 
         self.until_kept(bring)
         progress(PullProgress("success"))
+
+    def create(self, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled = lambda: False) -> None:
+        """Makes a model; see `create.create`."""
+        create(self, name, spec, progress, cancelled)
 
     def copy(self, source: str, destination: str) -> None:
         """Gives the model of one name a second one. Raises InvalidName, ModelNotFound."""

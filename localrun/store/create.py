@@ -1,0 +1,291 @@
+"""Makes a model from another one or from a GGUF file, and says how a model could be made again.
+
+Weights are never copied where they can be shared: a model made from a stored one has the same blob, one made from a file is a link to it.
+Everything is checked before anything is written. Knows the store and the Modelfile; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrun.errors import BadRequest, ModelFileRejected, ModelNotFound, Unsupported
+from localrun.models.errors import ModelFileError
+from localrun.models.gguf import open_gguf
+from localrun.store import catalogue, modelfile, parameters
+from localrun.store.manifests import LAYER_TYPE, Layer
+from localrun.store.modelfile import Instruction
+from localrun.store.names import Name, check_digest
+from localrun.store.progress import Cancelled, Progress, PullProgress
+
+if TYPE_CHECKING:
+    from localrun.store.store import Store, StoredModel
+
+ORDER = ("model", "projector", "adapter", "template", "system", "params", "messages", "license")
+"""Of layers in the manifests made here, so that the same model made twice has the same ID."""
+
+_GO = re.compile(r"\{\{-?\s*(\.[A-Z$]|\$|(if|else|range|with|end|define|block|template|json|printf|slice|index|len|and|or|not|eq)\b)")
+_JINJA_ONLY = re.compile(r"\{%|\{#")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateSpec:
+    """What to make a model of: exactly one of `from_name`, `gguf` and `gguf_digest`; the rest replaces or adds to what that brings.
+
+    None and empty lists leave what is there. Parameters are merged by name over those of the model it is made from.
+    """
+
+    from_name: str | None = None
+    """Name of a stored model; one of the catalogue is pulled when it is not there yet."""
+    gguf: Path | None = None
+    """A GGUF file on this machine: linked, or cloned where the file system can."""
+    gguf_digest: str | None = None
+    """Digest of a blob that was put into the store before."""
+    copy: bool = False
+    """With `gguf`: copy the file."""
+    template: str | None = None
+    """Jinja."""
+    system: str | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    license: list[str] = field(default_factory=list)
+
+
+def is_go_template(text: str) -> bool:
+    """Whether a template is written for Go's text/template, as Ollama's are, and not in Jinja."""
+    return not _JINJA_ONLY.search(text) and _GO.search(text) is not None
+
+
+def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> None:
+    """Makes the model `name`; what had that name before is replaced in one step, at the end.
+
+    Raises InvalidName, ModelNotFound, BadRequest (which field and why), ModelFileRejected, DiskFull, StorageFailed, RequestCancelled.
+    """
+    target = Name.parse(name)
+    checked = _checked(spec, progress)
+
+    def bring() -> None:
+        config, layers = _base(store, checked, progress, cancelled)
+        for kind, layer in _added(store, checked, layers):
+            layers[kind] = [*layers.get("license", []), layer] if kind == "license" else [layer]
+            progress(PullProgress(f"creating new layer {layer.digest}"))
+        ordered = [layer for kind in sorted(layers, key=_rank) for layer in _distinct(layers[kind])]
+        progress(PullProgress("writing manifest"))
+        store.commit(target, config, ordered)
+
+    store.until_kept(bring)
+    progress(PullProgress("success"))
+
+
+def _rank(kind: str) -> tuple[int, str]:
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER), kind)
+
+
+def _distinct(layers: list[Layer]) -> list[Layer]:
+    return list({layer.digest: layer for layer in layers}.values())
+
+
+def _checked(spec: CreateSpec, progress: Progress) -> CreateSpec:
+    """`spec` with typed parameters. Raises BadRequest for what cannot be made."""
+    sources = [source for source in (spec.from_name, spec.gguf, spec.gguf_digest) if source]
+    if not sources:
+        raise BadRequest("neither 'from' or 'files' was specified", param="from")
+    if len(sources) > 1:
+        raise BadRequest("a model is made from one thing: a name, a file or a blob", param="from")
+    if spec.template is not None:
+        check_template(spec.template)
+    values = {}
+    for key, value in spec.parameters.items():
+        if key in parameters.DEPRECATED:
+            progress(PullProgress(f"warning: parameter {key} is deprecated and is left out"))
+        else:
+            values[key] = parameters.checked(key, value)
+    for index, message in enumerate(spec.messages):
+        if message.get("role") not in modelfile.ROLES:
+            raise BadRequest(f'messages[{index}]: message role must be one of "system", "user", or "assistant"', param="messages")
+        if not isinstance(message.get("content"), str):
+            raise BadRequest(f"messages[{index}]: content must be text", param="messages")
+    return replace(spec, parameters=values)
+
+
+def check_template(text: str) -> None:
+    """Raises Unsupported for a Go template and BadRequest for what Jinja cannot read."""
+    from localrun.text.template import ChatTemplate, TemplateError
+
+    if is_go_template(text):
+        raise Unsupported(
+            "template error: this is a Go template, as Ollama writes them; templates are Jinja here. Leave TEMPLATE out to use the one "
+            "in the GGUF file, or write it in Jinja",
+            param="template",
+        )
+    try:
+        ChatTemplate(text)
+    except TemplateError as error:
+        raise BadRequest(f"template error: {error}", param="template") from error
+
+
+def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
+    """The config, and the layers by kind, of what the model is made from."""
+    if spec.from_name:
+        return _from_stored(store, spec.from_name, progress, cancelled)
+    progress(PullProgress("parsing GGUF"))
+    if spec.gguf:
+        digest = _take_in(store, spec.gguf, spec.copy, progress)
+    else:
+        digest = check_digest(spec.gguf_digest or "")
+        if not store.blobs.has(digest):
+            raise BadRequest(f"blob {digest} is not in the store; send it first", param="files")
+    store.blobs.unchanged(digest)
+    config = store.config_of(digest)
+    progress(PullProgress(f"using existing layer {digest}"))
+    return config, {"model": [Layer(f"{LAYER_TYPE}model", digest, store.blobs.size(digest))]}
+
+
+def _take_in(store: Store, path: Path, copy: bool, progress: Progress) -> str:
+    """Digest of the blob for the GGUF file at `path`. Messages name the file as it was given."""
+    if path.is_dir():
+        raise Unsupported(f"{path} is a folder; only GGUF files can be imported, and safetensors not yet", param="from")
+    try:
+        with open_gguf(path) as gguf:
+            if gguf.metadata.get("split.count", 1) > 1:
+                raise Unsupported(f"{path.name} is one part of a split model; merge the parts into one file first", param="from")
+    except ModelFileError as error:
+        raise ModelFileRejected(str(error)) from error
+    if path.resolve().parent == store.blobs.folder.resolve():
+        # a path that `show --modelfile` printed
+        return check_digest(path.name)
+    status = f"reading {path.name}"
+    digest, _ = store.blobs.adopt(path, copy=copy, progress=lambda done, size: progress(PullProgress(status, None, size, done)))
+    return digest
+
+
+def _from_stored(store: Store, name: str, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
+    try:
+        store.get(name)
+    except ModelNotFound:
+        if catalogue.find(Name.parse(name)) is None:
+            raise
+        store.pull(name, lambda line: None if line.status == "success" else progress(line), cancelled)
+    _, manifest = store.read(name)
+    config = store.json_blob(manifest.config, dict) if manifest.config.digest else {}
+    config.pop("rootfs", None)
+    layers: dict[str, list[Layer]] = {}
+    for layer in manifest.layers:
+        layers.setdefault("template" if layer.kind == "prompt" else layer.kind, []).append(layer)
+        progress(PullProgress(f"using existing layer {layer.digest}"))
+    return config, layers
+
+
+def _added(store: Store, spec: CreateSpec, base: dict[str, list[Layer]]) -> list[tuple[str, Layer]]:
+    """The layers that the spec itself brings."""
+    added = []
+    if spec.template is not None:
+        added.append(("template", store.text_layer("template", spec.template)))
+    if spec.system is not None:
+        added.append(("system", store.text_layer("system", spec.system)))
+    if spec.parameters:
+        old = store.json_blob(base["params"][0], dict) if base.get("params") else {}
+        added.append(("params", store.json_layer("params", old | spec.parameters)))
+    if spec.messages:
+        kept = [{"role": message["role"], "content": message["content"]} for message in spec.messages]
+        added.append(("messages", store.json_layer("messages", kept)))
+    added += [("license", store.text_layer("license", text)) for text in spec.license]
+    return added
+
+
+# ---- Modelfiles -----------------------------------------------------------------------------------------------------------------
+
+_REFUSED = {
+    "adapter": "LoRA adapters are not supported yet",
+    "draft": "draft models are not supported yet",
+    "renderer": "Ollama's built-in renderers do not exist here; the template in the GGUF file, or TEMPLATE, decides",
+    "parser": "Ollama's built-in parsers do not exist here; the template in the GGUF file, or TEMPLATE, decides",
+    "requires": "it names a version of Ollama, which says nothing about this program; leave it out",
+}
+
+
+def spec_from_modelfile(text: str, folder: Path, *, copy: bool = False) -> CreateSpec:
+    """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`.
+
+    Raises ModelfileError (line and column) for the grammar and for values, Unsupported for instructions that are not implemented.
+    """
+    source: Instruction | None = None
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    messages: list[dict[str, Any]] = []
+    licenses: list[str] = []
+    for one in modelfile.parse(text):
+        if one.name in _REFUSED:
+            raise Unsupported(f"line {one.line}, column {one.column}: {one.name.upper()} {one.value[:60]!r}: {_REFUSED[one.name]}")
+        if one.name == "from":
+            if source is not None:
+                raise one.error("a second FROM would add a projector for images, which are not supported yet")
+            source = one
+        elif one.name == "parameter":
+            _add_parameter(values, one)
+        elif one.name == "message":
+            messages.append({"role": one.key, "content": one.value})
+        elif one.name == "license":
+            licenses.append(one.value)
+        else:
+            texts[one.name] = one.value
+    assert source is not None  # parse saw to it
+    return CreateSpec(
+        **_origin(source, folder), copy=copy, template=texts.get("template"), system=texts.get("system"), parameters=values,
+        messages=messages, license=licenses,
+    )  # fmt: skip
+
+
+def _add_parameter(values: dict[str, Any], one: Instruction) -> None:
+    if one.key in parameters.DEPRECATED:
+        values[one.key] = one.value
+        return
+    try:
+        value = parameters.from_text(one.key, one.value)
+    except BadRequest as error:
+        raise one.error(str(error)) from None
+    if parameters.KINDS[one.key] == "strings":
+        values.setdefault(one.key, []).append(value)
+    else:
+        values[one.key] = value
+
+
+def _origin(source: Instruction, folder: Path) -> dict[str, Any]:
+    value = source.value
+    if re.match(r"@?sha256[:-]", value):
+        return {"gguf_digest": value.removeprefix("@")}
+    try:
+        path = folder / Path(value).expanduser()
+        there = path.exists()
+    except (OSError, ValueError, RuntimeError):
+        raise source.error(f"FROM {value[:60]!r} is no path") from None
+    looks = re.match(r"[.~]{1,2}[/\\]|[/\\]|[A-Za-z]:[/\\]", value) or value.lower().endswith((".gguf", ".safetensors", ".bin"))
+    if there or looks:
+        if not there:
+            raise source.error(f"FROM {value}: there is no file {path}")
+        return {"gguf": path}
+    try:
+        Name.parse(value)
+    except BadRequest as error:
+        raise source.error(f"FROM: {error}") from None
+    return {"from_name": value}
+
+
+_HEADER = ('Modelfile generated by "localrun show"', "To build a new Modelfile based on this, replace FROM with:")
+
+
+def modelfile_for(model: StoredModel) -> str:
+    """A Modelfile that makes this model again, on this machine: the same blobs, byte for byte."""
+    instructions = [Instruction("from", str(model.model_path))]
+    instructions += [Instruction("adapter", str(path)) for path in model.adapters]
+    instructions += [Instruction("from", str(path)) for path in model.projectors]
+    if model.template is not None:
+        instructions.append(Instruction("template", model.template))
+    if model.system is not None:
+        instructions.append(Instruction("system", model.system))
+    instructions += [Instruction("parameter", text, key) for key, value in model.params.items() for text in parameters.to_texts(value)]
+    instructions += [Instruction("license", text) for text in model.license]
+    instructions += [Instruction("message", str(one.get("content", "")), str(one.get("role", ""))) for one in model.messages]
+    return modelfile.write(instructions, (*_HEADER, f"FROM {model.name}", ""))
