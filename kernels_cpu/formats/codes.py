@@ -62,7 +62,7 @@ def pairs(quants: Bytes, run: int) -> Bytes:
     """Bytes (B, n) to 2-bit values (B, 4 n): of each `run` bytes, first the lowest two bits of all, then the next two, and so on."""
     cut = quants.reshape(len(quants), -1, 1, run)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return (cut >> shifts & 3).reshape(len(quants), -1)
+    return (cut >> shifts & np.uint8(3)).reshape(len(quants), -1)
 
 
 def bits(packed: Bytes) -> Bytes:

@@ -1,6 +1,6 @@
 """F32, F16, BF16: a value is a float; a block is one value.
 
-    F32    IEEE single    F16   IEEE half    BF16   the upper 16 bits of an IEEE single
+F32    IEEE single    F16   IEEE half    BF16   the upper 16 bits of an IEEE single
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def unpack_mxfp4(blocks: Bytes) -> Codes:
 
 
 def unpack_nvfp4(blocks: Bytes) -> Codes:
-    """Comes as four blocks of 16 for each block of the file. 0x7F, NaN in E4M3, counts as 0, as does the sign bit's absence of a meaning."""
+    """Comes as four blocks of 16 for each block of the file. A scale's top bit is ignored; 0x7F, which is NaN in E4M3, counts as 0."""
     scale = blocks[:, :4].reshape(-1)
     exponent = (scale >> 3 & 15).astype(np.int32)
     mantissa = (scale & 7).astype(np.float32)

@@ -29,7 +29,8 @@ def unpack_q2_k(blocks: Bytes) -> Codes:
 def unpack_q3_k(blocks: Bytes) -> Codes:
     """The third bit of value 32 j + l is bit j of byte l; where it is 0 the code is 4 less: codes run from -4 to 3.
 
-    Scale i, 6 bits minus 32: low four bits in nibble i of bytes 0..7 (low nibbles first), the upper two in bits 2 (i / 4) of byte 8 + i % 4.
+    Scale i is 6 bits, minus 32: the lower four are nibble i of bytes 0..7 (low nibbles first), the upper two are in byte 8 + i % 4 from bit
+    2 (i / 4) on.
     """
     third = _planes(blocks[:, :32])
     codes = pairs(blocks[:, 32:96], 32).astype(np.int8) + third.astype(np.int8) * np.int8(4) - np.int8(4)

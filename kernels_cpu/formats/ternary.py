@@ -5,9 +5,9 @@
     Q1_0   128 values of {-1, 1}      d f16 | 16 bytes, lowest bit first                  value = bit ? d : -d
     Q2_0    64 values of {-1, 0, 1, 2}   d f16 | 16 bytes, lowest bits first              value = d * (q - 1)
 
-TQ1_0 writes digits base 3 as a fixed-point fraction: byte b stands for b / 256, and multiplying it by 3 pushes out the next digit. Digit n of
-32 bytes gives 32 successive values, then digit n + 1 the next 32; so with the first 32 bytes, then with the next 16, then with the last 4.
-TQ2_0 has two halves of 128 values: the lowest bits of 32 bytes are 32 successive values, the next bits the next 32.
+TQ1_0 writes digits base 3 as a fixed-point fraction: byte b stands for b / 256, and multiplying it by 3 pushes out the next digit.
+Digit n of 32 bytes gives 32 successive values, then digit n + 1 the next 32; so with the first 32 bytes, then with the next 16, then
+with the last 4. TQ2_0 has two halves of 128 values: the lowest bits of 32 bytes are 32 successive values, the next bits the next 32.
 """
 
 from __future__ import annotations
