@@ -178,8 +178,9 @@ def _dots(w: NDArray[np.int8], q: NDArray[np.int8]) -> NDArray[np.int64]:
 def _per_block(parts: NDArray[np.int64], factors: NDArray[np.int16], rows: int) -> Floats:
     """Sum over the sub-blocks of each block of part * factor: (T, R or 1, runs) and (R * blocks, J) to float32 (T, R, blocks)."""
     runs, j = parts.shape[2], factors.shape[1]
-    weighted: NDArray[np.int64] = parts * factors.reshape(rows, runs)
-    return weighted.reshape(len(parts), rows, runs // j, j).sum(axis=3).astype(np.float32)
+    weighted = (parts * factors.reshape(rows, runs)).reshape(len(parts), rows, runs // j, j)
+    total: NDArray[np.int64] = weighted.sum(axis=3)
+    return total.astype(np.float32)
 
 
 def _matmul_floats(w: Floats, x: Floats) -> Floats:
