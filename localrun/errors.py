@@ -4,6 +4,7 @@ what is wrong and what to do. The API layer turns any of these into the dialect'
     LocalrunError                 500 internal_error
     ├── BadRequest                400 invalid_request
     │   ├── ContextOverflow       400 context_length_exceeded
+    │   ├── TemplateError         400 template_error
     │   └── Unsupported           400 unsupported
     ├── NotFound                  404 not_found
     │   └── ModelNotFound         404 model_not_found
@@ -51,6 +52,12 @@ class ContextOverflow(BadRequest):
         )
         self.needed = needed
         self.available = available
+
+
+class TemplateError(BadRequest):
+    """A chat template is no valid template, refuses these messages, or does not come to an end."""
+
+    code = "template_error"
 
 
 class Unsupported(BadRequest):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import pairwise
 
 _SHORT = 24
 """Up to this many symbols, looking through all pairs each time is faster than keeping a heap."""
@@ -24,7 +25,7 @@ def merge(symbols: list[str], cost: Cost) -> list[str]:
 def _merge_short(symbols: list[str], cost: Cost) -> list[str]:
     symbols = list(symbols)
     never = float("inf")
-    costs = [never if (c := cost(a, b)) is None else c for a, b in zip(symbols, symbols[1:])]
+    costs = [never if (c := cost(a, b)) is None else c for a, b in pairwise(symbols)]
     while costs:
         best = min(costs)
         if best == never:

@@ -1,8 +1,8 @@
 """How each family of byte-level BPE vocabularies cuts text into words before merging: `tokenizer.ggml.pre` by name.
 
-A pre-tokenizer is a list of regular expressions. Each is applied to every piece that the one before it left; what matches becomes a piece of its
-own and so does what lies between matches. The expressions are facts about the vocabularies (a vocabulary works only with the cuts it was trained
-with), written here from shared parts. The regex engine is Oniguruma, through the `tokenizers` package.
+A pre-tokenizer is a list of regular expressions. Each is applied to every piece that the one before it left; what matches becomes a piece
+of its own and so does what lies between matches. The expressions are facts about the vocabularies (a vocabulary works only with the cuts it
+was trained with), written here from shared parts. The regex engine is Oniguruma, through the `tokenizers` package.
 
 Beside the cuts, the name decides a few habits of the family (`Family`), as the format's reference implementation has them.
 """
@@ -36,7 +36,7 @@ def _tiktoken(numbers: str, *, word: str = _WORD, marks: str = _MARKS, spaces: s
 
 
 def _cased(numbers: str, *, upper: str, lower: str, contraction: str = f"(?:{_CONTRACTION})?") -> str:
-    """The form of o200k_base: a word ends where capitals begin again. upper, lower: one character of the first and second part of a word."""
+    """The form of o200k_base: a word ends where capitals begin again. upper, lower: a character of a word's first and second part."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
     return "|".join((words, numbers, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _BREAKS, _SPACES))
@@ -155,10 +155,16 @@ _FAMILIES: dict[tuple[str, ...], Family] = {
         (rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_MARKS}|\s*[\r\n]|{_SPACES}",), clean_spaces=False
     ),
     ("exaone-moe",): Family(
-        (rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",)
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
+        )
     ),
     ("deepseek-llm",): Family(
-        ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+\z", _OLD_CJK, r"\p{N}+"),
+        (
+            "[\r\n]", rf"\s?[{_CASED_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+\z", _OLD_CJK, r"\p{N}+",
+        ),
         clean_spaces=False,
     ),
     ("deepseek-coder",): Family(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _OLD_CJK, r"\p{N}"), clean_spaces=False),
@@ -172,12 +178,16 @@ _FAMILIES: dict[tuple[str, ...], Family] = {
     ("bloom", "gpt3-finnish"): _BLOOM_FAMILY,
     ("viking",): Family((_BLOOM, r"\p{N}"), clean_spaces=False),
     ("tekken",): Family(
-        (_cased(r"\p{N}", upper=_NOT_ASCII_LOWER, lower=_NOT_ASCII_UPPER, contraction=""),), clean_spaces=False, ignore_merges=True, add_bos=True
+        (_cased(r"\p{N}", upper=_NOT_ASCII_LOWER, lower=_NOT_ASCII_UPPER, contraction=""),),
+        clean_spaces=False, ignore_merges=True, add_bos=True,
     ),
     ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): _GPT4O_FAMILY,
-    ("tiny_aya", "cohere2moe"): Family((_digits_in_threes_from_the_right, _cased(r"\p{N}{1,3}", upper=_UPPER, lower=_LOWER)), clean_spaces=False),
+    ("tiny_aya", "cohere2moe"): Family(
+        (_digits_in_threes_from_the_right, _cased(r"\p{N}{1,3}", upper=_UPPER, lower=_LOWER)), clean_spaces=False
+    ),
     ("chameleon",): Family(
-        ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2), clean_spaces=False, add_bos=True
+        ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+        clean_spaces=False, add_bos=True,
     ),
     ("superbpe",): Family((r"\p{N}+", _digits_in_threes_from_the_right), clean_spaces=False),
     ("gemma4", "granite-embed-multi-311m"): replace(_SPM_LIKE, whole_line_breaks=True),
@@ -191,7 +201,7 @@ PRE_TOKENIZERS: Final[dict[str, Family]] = {name: family for names, family in _F
 # ---- splitting ----
 
 _WIDE_SPACES = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-# The expressions see a vertical tab for every space beyond ASCII, as in the reference: literal ranges that cover U+3000 then do not match it.
+# The expressions see a vertical tab for every space beyond ASCII, as in the reference: ranges that cover U+3000 then do not match it.
 _STAND_INS = dict.fromkeys(map(ord, _WIDE_SPACES), "\v") | dict.fromkeys(range(0xD800, 0xE000), "\ue000")
 
 

@@ -1,7 +1,7 @@
 """Finds special tokens in a text and cuts it at them. Knows token texts and where whitespace beside them goes; nothing of merging.
 
-The order is the reference's: longer texts first, each searched for in all that is left, so where two overlap the longer one wins even if it
-begins later. Searching for each of thousands of tokens in turn would be slow (Gemma has 6,400), so one pass first finds those that occur at all.
+The order is the reference's: longer texts first, each searched for in all that is left, so where two overlap the longer one wins even if
+it begins later. Searching for each of thousands of tokens in turn would be slow (Gemma has 6,400), so one pass finds those that occur.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SentencePiece's 'llama' model: characters are merged into the piece with the best score until none is left; what is no piece becomes bytes.
+"""SentencePiece's 'llama' model: characters are merged into pieces, best score first, until none is left; what is no piece becomes bytes.
 
-Merges never reach across a place where no piece of the vocabulary has those two neighbouring characters. Before a word (U+2581 stands for the
-space) that is nearly always so, which lets a text be cut into words that are merged, and remembered, one by one with the same result.
+Merges never reach across a place where no piece of the vocabulary has those two neighbouring characters. Before a word (U+2581 stands for
+the space) that is nearly always so, which lets a text be cut into words that are merged, and remembered, one by one with the same result.
 """
 
 from __future__ import annotations

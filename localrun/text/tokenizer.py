@@ -4,8 +4,8 @@
     ids = tokenizer.encode("Hello", add_special=True, parse_special=False)
     tokenizer.decode(ids)                                     # b"Hello"
 
-What is common to all kinds of vocabulary is here: special tokens are cut out first, ids are put in front and behind as the file says, and pieces
-are put together again. How plain text becomes tokens is in one file per kind. Behaviour follows llama.cpp's, the format's reference.
+What is common to all kinds of vocabulary is here: special tokens are cut out first, ids are put in front and behind as the file says, and
+pieces are put together again. How plain text becomes tokens is in one file per kind. The format's reference for all of it is llama.cpp.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Tokenizer:
                 after_special = False
         return ids + behind
 
-    def decode(self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True, clean_spaces: bool | None = None) -> bytes:
+    def decode(
+        self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True, clean_spaces: bool | None = None
+    ) -> bytes:
         """The text of `ids`, in bytes: it need not be valid UTF-8.
 
         remove_special: a BOS in front and an EOS behind that `encode` would have added are left out. unparse_special: control tokens are
@@ -135,7 +137,8 @@ def load_tokenizer(gguf: GGUFFile, cache_dir: Path | None = None, digest: str = 
     model = check_known_model(gguf)
     if model in ("gpt2", "gemma4"):
         return _load_bpe(gguf, model)
-    vocab = read_vocab(gguf, add_bos=model in ("llama", "bert"), clean_spaces=model == "bert", escape_spaces=True, add_sep=model == "bert", no_bos=False)
+    bert = model == "bert"
+    vocab = read_vocab(gguf, add_bos=model in ("llama", "bert"), clean_spaces=bert, escape_spaces=True, add_sep=bert, no_bos=False)
     return Tokenizer(vocab, SentencePieceEncoder(vocab))
 
 

@@ -1,4 +1,4 @@
-"""Bytes that are not UTF-8, read as llama.cpp reads them. A text on its way to a tokenizer is a str in which such bytes are lone surrogates."""
+"""Bytes that are not UTF-8, read as llama.cpp reads them. A text on its way to a tokenizer is a str with such bytes as lone surrogates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def code_points(text: str) -> str:
-    """`text` with its stray bytes read leniently: overlong forms and encoded surrogates count as what they spell, any other byte as U+FFFD."""
+    """`text` with stray bytes read leniently: overlong forms and encoded surrogates are what they spell, any other byte is U+FFFD."""
     try:
         text.encode("utf-8")
         return text

@@ -1,7 +1,7 @@
 """What a model file says about its vocabulary: texts, scores, kinds of tokens, special ids, which tokens end a generation.
 
-Keys are those of the GGUF specification (`tokenizer.ggml.*`). Where files leave things unsaid (which tokens end a generation, what a tokenizer
-of a given kind puts in front) the rules are llama.cpp's, the format's reference implementation; they are facts about files in circulation.
+Keys are those of the GGUF specification (`tokenizer.ggml.*`). Where files leave things unsaid (which tokens end a generation, what a
+tokenizer of a given kind puts in front) the rules are llama.cpp's, the reference implementation: facts about files in circulation.
 Knows nothing of how text becomes tokens.
 """
 
@@ -48,8 +48,8 @@ _END_OF_TURN = (
     "<｜end▁of▁sentence｜>", "<end_of_utterance>",
 )  # fmt: skip
 _END_OF_GENERATION = (
-    *_END_OF_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>",
-    "[e~[",
+    *_END_OF_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>",
+    "<|tool_response>", "[e~[",
 )  # fmt: skip
 """Texts of tokens that end a generation whatever the file calls them."""
 
@@ -143,7 +143,7 @@ def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces:
         model=model,
         pre=keys.str("tokenizer.ggml.pre", "default"),
         tokens=tokens,
-        scores=keys.floats("tokenizer.ggml.scores", None, length=len(tokens)) or [],
+        scores=keys.floats("tokenizer.ggml.scores", [], length=len(tokens)),
         attrs=attrs,
         ids=ids,
         add_bos=keys.bool("tokenizer.ggml.add_bos_token", add_bos),
@@ -218,7 +218,7 @@ def _find_end_of_generation(vocab: Vocab) -> None:
 
     # In gpt-oss and Solar Open <|end|> closes one message of several, and generation goes on.
     has = by_text.keys()
-    if "<|end|>" in has and (("<|return|>" in has and {"<|call|>", "<|calls|>"} & has) or ("<|flush|>" in has and {"<|call|>", "<|calls|>"} & has)):
+    if "<|end|>" in has and {"<|return|>", "<|flush|>"} & has and {"<|call|>", "<|calls|>"} & has:
         eog.discard(ids["<|end|>"])
         attrs[ids["<|end|>"]] = USER_DEFINED
     # In Gemma 4 and PLaMo </s> is the HTML tag that ends struck-through text.
