@@ -62,9 +62,9 @@ class PlainWriter:
         if self._clean:
             text = printable(text)
         if text:
+            self._last = text[-1]  # before writing: Ctrl-C may come right after it
             self._out.write(text)
             self._out.flush()
-            self._last = text[-1]
 
     def finish(self) -> None:
         if self._last not in ("", "\n"):
@@ -175,9 +175,9 @@ class MarkdownWriter:
         self._live = lines
 
     def _write(self, text: str) -> None:
+        self._drawn = True
         self._out.write(text)
         self._out.flush()
-        self._drawn = True
 
 
 class _Drawing:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from localrun.cli.session import Session
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
@@ -44,11 +47,12 @@ def chat(client: Client, session: Session, show: Show) -> None:
         if not line.strip():
             continue
         try:
-            if slash.is_command(line):
-                if not slash.run(line, context):
-                    return
-            else:
-                answer_to(slash.unquoted(line.strip()), context)
+            with silent_keys():
+                if slash.is_command(line):
+                    if not slash.run(line, context):
+                        return
+                else:
+                    answer_to(slash.unquoted(line.strip()), context)
         except KeyboardInterrupt:
             context.say("")
         except CliError as error:
@@ -75,7 +79,7 @@ class Editor:
         self._prompt: PromptSession[str] = PromptSession(
             history=self._history_for(self._history is not None),
             multiline=Condition(lambda: is_open(self._prompt.default_buffer.text)),
-            prompt_continuation=lambda width, number, wrapped: CONTINUED,
+            prompt_continuation=lambda width, number, wrapped: "" if wrapped else CONTINUED,
             key_bindings=_keys(),
             complete_while_typing=False,
             enable_open_in_editor=True,
@@ -84,9 +88,13 @@ class Editor:
 
     def read(self) -> str:
         """Raises KeyboardInterrupt for Ctrl-C on an empty line, EOFError for Ctrl-D."""
+        return self._prompt.prompt(PROMPT, placeholder=self._hint)
+
+    def _hint(self) -> FormattedText:
+        """In grey on an empty line, and gone when the line is left behind."""
         from prompt_toolkit.formatted_text import FormattedText
 
-        return self._prompt.prompt(PROMPT, placeholder=FormattedText([("ansibrightblack", "Send a message (/? for help)")]))
+        return FormattedText([] if self._prompt.app.is_done else [("ansibrightblack", "Send a message (/? for help)")])
 
     def _write_history(self, enabled: bool) -> None:
         self._history = _history_file() if enabled else None
@@ -96,6 +104,27 @@ class Editor:
         from prompt_toolkit.history import FileHistory, InMemoryHistory
 
         return FileHistory(str(self._history)) if enabled and self._history else InMemoryHistory()
+
+
+@contextlib.contextmanager
+def silent_keys() -> Iterator[None]:
+    """Keys pressed while an answer is drawn are not drawn into it; they are there at the next prompt. Where terminals have no such mode
+    (Windows), nothing changes."""
+    try:
+        import termios
+
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (ImportError, OSError, ValueError):
+        yield
+        return
+    quiet = list(before)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def is_open(text: str) -> bool:

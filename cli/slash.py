@@ -205,6 +205,7 @@ def _show(context: Context, rest: str) -> None:
 def _load(context: Context, rest: str) -> None:
     if len(rest.split()) != 1:
         raise CliError("usage: /load <model>")
+    context.say(f"Loading model '{rest}'")
     fresh = context.load_session(rest)
     load(context.client, fresh.request([]), context.show)
     context.session.__dict__.update(fresh.__dict__)
