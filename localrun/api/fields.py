@@ -72,9 +72,7 @@ class Body(BaseModel):
 
 def use_of(body: type[Body]) -> dict[str, tuple[str, Use, str]]:
     """Attribute name -> (name on the wire, what becomes of it, its sentence), in order of declaration."""
-    return {
-        name: (field.alias or name, _extra(field)[_USE], field.description or "") for name, field in body.model_fields.items()
-    }
+    return {name: (field.alias or name, _extra(field)[_USE], field.description or "") for name, field in body.model_fields.items()}
 
 
 B = TypeVar("B", bound=Body)

@@ -141,9 +141,7 @@ def _check_inference(body: Inference) -> None:
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise BadRequest("top_logprobs must be between 0 and 20", param="top_logprobs")
     if isinstance(body.think, str) and body.think not in THINK_LEVELS:
-        raise BadRequest(
-            f'invalid think value: "{body.think}" (must be "high", "medium", "low", "max", true, or false)', param="think"
-        )
+        raise BadRequest(f'invalid think value: "{body.think}" (must be "high", "medium", "low", "max", true, or false)', param="think")
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise BadRequest(f'invalid format: "{body.format}"; expected "json" or a valid JSON Schema object', param="format")
 
@@ -280,7 +278,7 @@ class OllamaReply:
             "first_token_duration": _ns(finished.first_token_s),
             "seed": finished.seed,
         }
-        return result | dropped(started)
+        return {**result, **dropped(started)}
 
 
 def dropped(started: Started) -> Mapping[str, int]:

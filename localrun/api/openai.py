@@ -185,7 +185,7 @@ def _format(body: ChatCompletionBody) -> str | dict[str, Any] | None:
 def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]], request_id: str, **shared: Any) -> list[Generate]:
     options = merged(options_of(body), model, DEFAULTS)
     bias = _bias(body.logit_bias)
-    result = []
+    result: list[Generate] = []
     for prompt in prompts:
         for answer in range(body.n):
             drawn = dict(options)

@@ -35,12 +35,14 @@ class Option:
 _NO_SUCH_PLACE = "Where the model lies changes no answer; it runs on the CPU."
 
 OPTIONS: dict[str, Option] = {
-    "num_ctx": Option("integer", "honoured", "Most tokens, prompt and answer together, the request may hold; 0: as many as fit.", low=0),
-    "num_predict": Option("integer", "honoured", "Most tokens of the answer; below 0: until the model stops or the context is full.", low=-2),
-    "num_thread": Option("integer", "honoured", "Threads of the model; another number than it runs with loads it anew. 0: physical cores.",
-                         low=0, high=1024),
-    "seed": Option("integer", "honoured", "Makes the answer repeatable; below 0: one is drawn. The one used is reported.",
-                   low=-(2**63), high=2**63 - 1),
+    "num_ctx": Option("integer", "honoured", "Most tokens, prompt and answer together; 0: as many as fit.", low=0),
+    "num_predict": Option("integer", "honoured", "Most tokens of the answer; below 0: until it ends or the context is full.", low=-2),
+    "num_thread": Option(
+        "integer", "honoured", "Threads of the model; another number than it runs with loads it anew. 0: physical cores.", low=0, high=1024
+    ),
+    "seed": Option(
+        "integer", "honoured", "Makes the answer repeatable; below 0: one is drawn. The one used is reported.", low=-(2**63), high=2**63 - 1
+    ),
     "temperature": Option("float", "honoured", "How flat the choice among tokens is; 0 always takes the likeliest.", low=0),
     "top_k": Option("integer", "honoured", "Only the k likeliest tokens are candidates; 0 or less: all.", low=-(2**31), high=2**31 - 1),
     "top_p": Option("float", "honoured", "Only the likeliest tokens that together reach this probability are candidates.", low=0, high=1),
@@ -51,8 +53,8 @@ OPTIONS: dict[str, Option] = {
     "presence_penalty": Option("float", "honoured", "Subtracted once from the score of tokens seen lately."),
     "frequency_penalty": Option("float", "honoured", "Subtracted from the score of tokens seen lately, once for each time."),
     "stop": Option("array", "honoured", "Strings that end the answer and are not part of it; they add to the model's own."),
-    "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, never a span of tokens, and system messages stay."),
-    "num_batch": Option("integer", "accepted", "Without effect: prompts are read in pieces sized by the engine, and results do not depend on it."),
+    "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, and system messages stay."),
+    "num_batch": Option("integer", "accepted", "Without effect: the engine sizes its passes, and no result depends on it."),
     "num_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
     "main_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
     "low_vram": Option("boolean", "accepted", _NO_SUCH_PLACE),

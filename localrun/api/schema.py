@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from localrun.api.fields import Body, accepted, honoured, refused
 from localrun.messages import Overflow
@@ -45,17 +45,17 @@ class Inference(Body):
     model: str = honoured("", "Name of the model, as `localrun list` prints it.")
     stream: bool = honoured(True, "Send the answer as it comes, one JSON object a line; false: one object at the end.")
     format: Format | None = honoured(None, '"json", or a JSON schema that the answer must satisfy.')
-    keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded after the request: seconds or a duration; below 0: for ever.")
+    keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded: seconds or a duration; below 0: for ever.")
     options: dict[str, Any] = honoured({}, "Sampling and limits; see the table of options.")
-    think: bool | str | None = honoured(None, 'Whether, or how hard, a thinking model thinks: true, false, "low", "medium", "high" or "max".')
-    truncate: bool | None = honoured(None, "false: a prompt that does not fit is an error; otherwise the oldest messages are dropped, and reported.")
-    shift: bool | None = honoured(None, "true: when the context is full, go on in a window that moves; otherwise the answer ends with `length`.")
+    think: bool | str | None = honoured(None, 'Whether, or how hard, the model thinks: true, false, "low", "medium", "high" or "max".')
+    truncate: bool | None = honoured(None, "false: a prompt that does not fit is an error; else the oldest messages are dropped.")
+    shift: bool | None = honoured(None, "true: go on in a window that moves when the context is full; else the answer ends.")
     logprobs: bool = honoured(False, "Report the log-probability of each token of the answer.")
     top_logprobs: int | None = honoured(None, "How many of the likeliest tokens to report beside each; 0 to 20.")
     debug_render_only: bool = honoured(False, "Answer with the rendered prompt and generate nothing.", alias="_debug_render_only")
     overflow: Overflow | None = honoured(None, "localrun's own: what happens to a prompt that does not fit; wins over truncate and shift.")
     priority: int = honoured(0, "localrun's own: higher goes first when requests wait.")
-    load_progress: bool = honoured(False, "localrun's own: while the model loads, a stream carries lines with `status`, `completed`, `total`.")
+    load_progress: bool = honoured(False, "localrun's own: while the model loads, a stream has lines with `status`, `total`...")
 
 
 class GenerateBody(Inference):
@@ -137,7 +137,5 @@ class CreateBody(ModelBody):
     draft_quantize: str = refused("Draft models.", harmless=("",))
     remote_host: str = refused("Models on other machines.", harmless=("",))
     info: dict[str, Any] = refused("Metadata that replaces the file's own.", harmless=({},))
-    modelfile: str = refused("Text of a Modelfile: the client reads it and sends its parts.", harmless=("",))
-
-
-Think = Literal["low", "medium", "high", "max"]
+    modelfile: str = honoured("", "localrun's own: text of a Modelfile, in place of the fields above.")
+    folder: str = honoured("", "localrun's own: where relative paths in `modelfile` begin (clients on this machine).")

@@ -101,7 +101,7 @@ class Loader:
             yield resident
         finally:
             if on_progress in resident.listeners:
-                resident.listeners.remove(on_progress)  # type: ignore[arg-type]
+                resident.listeners.remove(on_progress)
             self._release(resident, self._settings.keep_alive if keep_alive is None else keep_alive)
 
     async def unload(self, path: Path) -> bool:
@@ -222,8 +222,14 @@ class Loader:
         else:
             if resident.stopping is not None:
                 return
-            log.info("%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache", wanted.name, time.monotonic() - began, loaded.isa,
-                     loaded.num_thread, loaded.kv_tokens)
+            log.info(
+                "%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache",
+                wanted.name,
+                time.monotonic() - began,
+                loaded.isa,
+                loaded.num_thread,
+                loaded.kv_tokens,
+            )
             resident.num_thread = loaded.num_thread
             resident.ready.set_result(loaded)
             self._task(self._mourn(resident))

@@ -28,7 +28,7 @@ import msgspec
 
 from localrun import messages
 from localrun.errors import LoadFailed, LocalrunError, RunnerDied, from_wire
-from localrun.messages import Cancel, Failed, Finished, FromRunner, Generate, Load, Loaded, LoadProgress, Piece, Shutdown, Started, ToRunner
+from localrun.messages import Cancel, Failed, FromRunner, Generate, Load, Loaded, LoadProgress, Piece, Shutdown, Started, ToRunner
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,10 @@ def _forget_the_script() -> None:
 
 
 def _run(connection: Connection, load: LoadHook) -> None:
-    """What a runner process does. Ctrl-C in a terminal reaches all processes; only the daemon decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """What a runner process does. The import is here, since the daemon has no use for what it brings."""
     from localrun.engine import runner
 
-    if load is None:
-        runner.main(connection)
-    else:
-        runner.main(connection, load=load)
+    runner.main(connection, load)
 
 
 class Stream:

@@ -1,0 +1,249 @@
+"""The handlers that have a model answer. Each checks its body, holds the model in memory, sends requests to its runner and passes the
+events on in its dialect. Knows neither what a chunk looks like (localrun.api) nor how one is framed (exchange.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from localrun.api import ollama, openai
+from localrun.api.answer import Answer, Outcome, Reply
+from localrun.api.openai_schema import ChatCompletionBody, CompletionBody
+from localrun.api.options import keep_alive_seconds, model_options
+from localrun.api.schema import ChatBody, GenerateBody
+from localrun.daemon.exchange import Exchange, Framing
+from localrun.daemon.loader import Resident
+from localrun.daemon.runners import Progress, Stream
+from localrun.daemon.services import wanted
+from localrun.errors import LocalrunError, RequestCancelled
+from localrun.messages import Finished, Generate, LoadProgress, Piece, Render, Rendered, Started
+from localrun.store import StoredModel
+
+
+async def generate(x: Exchange, body: GenerateBody) -> None:
+    """POST /api/generate."""
+    name = ollama.require_model(body)
+    ollama.check_generate(body)
+    held = await _hold_for_ollama(x, body, name)
+    if held is None:
+        return
+    stored, resident = held
+    request = ollama.generate_request(body, await x.services.defaults(stored, name), x.id)
+    await _answer_ollama(x, body, resident, request, ollama.OllamaReply(body.model, chat=False, with_context=not body.raw))
+
+
+async def chat(x: Exchange, body: ChatBody) -> None:
+    """POST /api/chat."""
+    name = ollama.require_model(body)
+    ollama.check_chat(body)
+    held = await _hold_for_ollama(x, body, name)
+    if held is None:
+        return
+    stored, resident = held
+    request = ollama.chat_request(body, await x.services.defaults(stored, name), x.id)
+    await _answer_ollama(x, body, resident, request, ollama.OllamaReply(body.model, chat=True))
+
+
+async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
+    """POST /v1/chat/completions."""
+    stored, resident = await _hold_for_openai(x, body)
+    requests = openai.chat_requests(body, await x.services.defaults(stored, body.model), x.id)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    await _answer(x, resident, requests, openai.ChatReply(body.model, n=body.n, include_usage=usage), "sse" if body.stream else None)
+
+
+async def v1_completions(x: Exchange, body: CompletionBody) -> None:
+    """POST /v1/completions."""
+    stored, resident = await _hold_for_openai(x, body)
+    requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    await _answer(x, resident, requests, openai.CompletionReply(body.model, n=body.n, include_usage=usage), "sse" if body.stream else None)
+
+
+# ---- holding a model ----------------------------------------------------------------------------------------------------------
+
+
+async def hold(
+    x: Exchange, stored: StoredModel, num_thread: int | None, keep_alive: float | None, heard: Progress | None = None
+) -> Resident:
+    """Has the model in memory until the exchange ends. Notes how long that took."""
+    began = time.monotonic()
+    x.noted["model"] = stored.name
+    # The daemon reads the file's header while the runner loads it; whoever needs it waits for both.
+    facts = asyncio.ensure_future(x.services.facts(stored))
+    x.stack.callback(facts.cancel)
+    facts.add_done_callback(lambda done: done.cancelled() or done.exception())
+    resident = await x.stack.enter_async_context(x.services.loader.use(wanted(stored, num_thread), keep_alive, heard))
+    x.load_s = time.monotonic() - began
+    return resident
+
+
+async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, name: str) -> tuple[StoredModel, Resident] | None:
+    """The model in memory, or None where the request asked for no more than that and has been answered."""
+    keep_alive = keep_alive_seconds(body.keep_alive)
+    stored = await x.services.stored(name)
+    if ollama.loads_only(body) and keep_alive == 0:
+        await x.services.loader.unload(stored.model_path)
+        await x.json(ollama.load_reply(body, "unload"))
+        return None
+    num_thread = model_options(body.options).get("num_thread")
+    if body.load_progress and body.stream:
+        resident = await _hold_aloud(x, body, stored, num_thread, keep_alive)
+    else:
+        resident = await hold(x, stored, num_thread, keep_alive)
+    if not ollama.loads_only(body):
+        return stored, resident
+    if x.has_begun:
+        await x.chunks([ollama.load_reply(body, "load")])
+        await x.end()
+    else:
+        await x.json(ollama.load_reply(body, "load"))
+    return None
+
+
+async def _hold_aloud(
+    x: Exchange, body: GenerateBody | ChatBody, stored: StoredModel, num_thread: int | None, keep_alive: float | None
+) -> Resident:
+    """As `hold`, with a line for each step of loading while it goes on."""
+    steps: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
+
+    async def say() -> None:
+        while (step := await steps.get()) is not None:
+            while steps.qsize() and (later := steps.get_nowait()) is not None:
+                step = later
+            if not x.has_begun:
+                await x.begin("ndjson")
+            await x.chunks([ollama.load_progress(body, step.stage, step.done, step.total)])
+
+    saying = asyncio.create_task(say())
+    try:
+        return await hold(x, stored, num_thread, keep_alive, steps.put_nowait)
+    finally:
+        steps.put_nowait(None)
+        await saying
+
+
+async def _hold_for_openai(x: Exchange, body: ChatCompletionBody | CompletionBody) -> tuple[StoredModel, Resident]:
+    openai.options_of(body)
+    stored = await x.services.stored(body.model)
+    return stored, await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
+
+
+# ---- answering ----------------------------------------------------------------------------------------------------------------
+
+
+async def _answer_ollama(x: Exchange, body: GenerateBody | ChatBody, resident: Resident, request: Generate, reply: Reply) -> None:
+    if body.debug_render_only:
+        rendered = await resident.runner.ask(x.id, Render(request=request))
+        assert isinstance(rendered, Rendered)
+        await x.json(ollama.rendered_reply(body, rendered.text, rendered.tokens))
+        return
+    await _answer(x, resident, [request], reply, "ndjson" if body.stream else None)
+
+
+async def _answer(x: Exchange, resident: Resident, requests: list[Generate], reply: Reply, framing: Framing | None) -> None:
+    """Sends the requests and passes on what comes back: as it comes where `framing` says how, else at the end."""
+    events = resident.runner.open(requests)
+    x.stack.callback(events.close)
+    x.failing = reply.failing
+    gathered = _Gathered(x, len(requests))
+    while not gathered.complete:
+        lines: list[dict[str, Any]] = []
+        # What has come in the meantime goes out together.
+        while True:
+            lines += await _next(gathered, events, reply if framing else None)
+            if not events.ready() or gathered.complete:
+                break
+        if framing is None:
+            continue
+        if not x.has_begun:
+            await x.begin(framing, dropped_headers(gathered))
+        await x.chunks(lines)
+    gathered.note()
+    if framing is None:
+        await x.json(reply.whole(gathered.answers, gathered.done))
+    else:
+        await x.chunks(reply.ending(gathered.done))
+        await x.end(b"data: [DONE]\n\n" if framing == "sse" else b"")
+
+
+class _Gathered:
+    """What has come of the requests so far."""
+
+    def __init__(self, x: Exchange, n: int) -> None:
+        self._x = x
+        self.answers = [Answer() for _ in range(n)]
+        self.started: list[Started | None] = [None] * n
+        self.called_tools = [False] * n
+        self.outcomes: list[Outcome | None] = [None] * n
+        self.left = n
+
+    @property
+    def complete(self) -> bool:
+        return self.left == 0
+
+    @property
+    def done(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+    def end(self, number: int, finished: Finished) -> Outcome:
+        started = self.started[number] or Started(
+            request_id=finished.request_id, prompt_tokens=finished.prompt_tokens, cached_tokens=finished.cached_tokens, seed=finished.seed
+        )
+        total = time.monotonic() - self._x.began
+        outcome = Outcome(started, finished, total, self._x.load_s, self.called_tools[number])
+        self.outcomes[number] = outcome
+        self.left -= 1
+        return outcome
+
+    def note(self) -> None:
+        """Puts the counts into the request's line in the log."""
+        ended = [outcome.finished for outcome in self.done]
+        completion = sum(one.completion_tokens for one in ended)
+        decode_s = sum(one.decode_s for one in ended)
+        self._x.noted |= {
+            "prompt_tokens": sum(one.prompt_tokens for one in ended),
+            "cached_tokens": sum(one.cached_tokens for one in ended),
+            "completion_tokens": completion,
+            "load_s": round(self._x.load_s, 4),
+            "queue_s": round(max(one.queue_s for one in ended), 4),
+            "ttft_s": round(max(one.first_token_s for one in ended), 4),
+            "tpot_s": round(decode_s / max(completion - len(ended), 1), 5),
+            "reason": ",".join(sorted({one.reason for one in ended})),
+        }
+
+
+async def _next(gathered: _Gathered, events: Stream, reply: Reply | None) -> list[dict[str, Any]]:
+    """Takes one event in; what there is to send of it, where a reply is streamed. Raises the error a request ended with."""
+    number, event = await events.next()
+    if isinstance(event, Piece):
+        if event.tool_calls:
+            gathered.called_tools[number] = True
+        if reply is not None:
+            return reply.chunks(number, event)
+        gathered.answers[number].add(event)
+    elif isinstance(event, Started):
+        first = not any(gathered.started)
+        gathered.started[number] = event
+        return reply.opening(event) if reply is not None and first else []
+    elif isinstance(event, Finished):
+        if event.reason == "cancelled":
+            raise RequestCancelled()
+        outcome = gathered.end(number, event)
+        return reply.closing(number, outcome) if reply is not None else []
+    else:
+        raise LocalrunError(f"the runner answered a request with {type(event).__name__}")
+    return []
+
+
+def dropped_headers(gathered: _Gathered) -> dict[str, str]:
+    """Headers that say, before any text, that a prompt did not fit whole."""
+    dropped = [one for one in gathered.started if one is not None and (one.dropped_messages or one.dropped_tokens)]
+    if not dropped:
+        return {}
+    return {
+        "x-localrun-messages-dropped": str(sum(one.dropped_messages for one in dropped)),
+        "x-localrun-prompt-tokens-dropped": str(sum(one.dropped_tokens for one in dropped)),
+    }
