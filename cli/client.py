@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrun import __version__
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
 """Longest wait for the next byte: a model of many gigabytes may load, or a long queue pass, before the first one."""
+UPLOAD_CHUNK = 1 << 20
 MAX_LINE = 64 * 1024 * 1024
 """A longer NDJSON line is no answer of a daemon."""
 
@@ -96,6 +98,13 @@ class Client:
 
     def post(self, path: str, body: Json, timeout: float | None = None) -> Json:
         return self.request("POST", path, body, timeout)
+
+    def upload(self, path: str, file: Path) -> None:
+        """Sends a file's bytes as they are. Raises DaemonError, Unreachable."""
+        with self._mapped(), file.open("rb") as content:
+            response = self._http.post(path, content=iter(lambda: content.read(UPLOAD_CHUNK), b""))
+        if response.is_error:
+            raise _refusal(response)
 
     @contextmanager
     def stream(self, path: str, body: Json) -> Iterator[Iterator[Json]]:

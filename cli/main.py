@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from localrun import __version__
-from localrun.cli import models, run, serve
+from localrun.cli import create, models, run, serve
 from localrun.cli.client import CliError
 from localrun.cli.environment import BadAddress
 
@@ -61,10 +61,11 @@ def print_version(asked: bool = True) -> None:
     sys.stdout.write(f"localrun version is {__version__}\n")
     try:
         with Client(address()) as client:
-            theirs = client.get("/api/version", timeout=2).get("version")
+            answer = client.get("/api/version", timeout=2)
     except CliError:
         sys.stderr.write("Warning: could not connect to a running localrun\n")
     else:
+        theirs = answer.get("localrun", f"{answer.get('version')} (not localrun)")
         if theirs != __version__:
             sys.stderr.write(f"Warning: the daemon's version is {theirs}\n")
     raise typer.Exit
@@ -92,6 +93,7 @@ app.command("show")(models.show)
 app.command("stop")(models.stop)
 app.command("rm")(models.remove)
 app.command("cp")(models.copy)
+app.command("create")(create.create)
 app.command("version")(version)
 
 

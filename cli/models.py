@@ -79,7 +79,7 @@ def _ps_row(model: Json) -> tuple[str, ...]:
         size(total),
         processor(total, on_gpu),
         str(context) if context else "-",
-        until(str(model.get("expires_at", ""))),
+        "Loading..." if model.get("status") else until(str(model.get("expires_at", ""))),
     )
 
 

@@ -62,6 +62,9 @@ def main() -> int:
     prompt = os.environ.get("PROMPT", "")
     environment = {**os.environ, "LOCALRUN_HOST": f"127.0.0.1:{free_port()}"}
     localrun = [sys.executable, "-m", "localrun"]
+    flags = 0
+    if sys.platform == "win32":
+        flags = subprocess.CREATE_NEW_PROCESS_GROUP
     with tempfile.TemporaryDirectory(prefix="localrun-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "daemon.log"
         with log.open("wb") as file:
@@ -75,7 +78,7 @@ def main() -> int:
                 cwd=ROOT,
                 env=environment,
                 start_new_session=True,
-                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0,
+                creationflags=flags,
             )
         try:
             wait_until_up(daemon, f"http://{environment['LOCALRUN_HOST']}", log)

@@ -48,10 +48,10 @@ class FakeDaemon:
             ("GET", "/api/ps"): lambda body: {"models": self.loaded},
             ("POST", "/api/show"): self._show,
             ("POST", "/api/chat"): self._chat,
-            ("POST", "/api/generate"): lambda body: self._known(body) or {"done": True, "done_reason": "unload"},
+            ("POST", "/api/generate"): lambda body: self._known(body, {"done": True, "done_reason": "unload"}),
             ("POST", "/api/pull"): self._pull,
             ("POST", "/api/create"): lambda body: iter([{"status": "writing manifest"}, {"status": "success"}]),
-            ("POST", "/api/copy"): lambda body: self._known({"model": body["source"]}) or {},
+            ("POST", "/api/copy"): lambda body: self._known({"model": body["source"]}, {}),
             ("DELETE", "/api/delete"): lambda body: self._delete(body),
         }
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -76,10 +76,12 @@ class FakeDaemon:
         """What was sent to a path, in order."""
         return [body for _, at, body in self.requests if at == path]
 
-    def _known(self, body: Json) -> None:
+    def _known(self, body: Json, answer: Json | None = None) -> Json:
+        """`answer`, if the body names a model that is here."""
         name = body.get("model", "")
         if name not in self.models:
             raise Refusal(404, f"model '{name}' not found")
+        return answer or {}
 
     def _delete(self, body: Json) -> Json:
         self._known(body)

@@ -225,7 +225,7 @@ class TestEndings:
 
 
 def test_version_names_both(fake: FakeDaemon, localrun: Run) -> None:
-    fake.raw["/api/version"] = (200, b'{"version": "9.9"}')
+    fake.raw["/api/version"] = (200, b'{"version": "0.12", "localrun": "9.9"}')
     done = localrun("--version")
     assert done.stdout.startswith("localrun version is ")
     assert done.stderr == "Warning: the daemon's version is 9.9\n"
