@@ -609,3 +609,52 @@ def tile_store(typingctx: Any, tile: Any, address: Any, stride: Any, count: Any,
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64, types.int64, f32x16, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep_above(typingctx: Any, x: Any, limit: Any, value: Any) -> Any:
+    """Lanes of `value` where x > limit (a scalar), 0 elsewhere; f32x16."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        above = builder.fcmp_ordered(">", args[0], splat(builder, args[1], 16))
+        return builder.select(above, args[2], ir.Constant(f32x16.llvm, None))
+
+    return f32x16(f32x16, types.float32, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_store_all(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Writes every vector of a tile to address, address + stride, ..."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        for i in range(tile.count):
+            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, i)))
+            builder.store(builder.extract_value(args[0], i), pointer(builder, at, tile.vec.llvm), align=1)
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_load(typingctx: Any, like: Any, address: Any, stride: Any) -> Any:
+    """As many vectors as `like` has, from address, address + stride, ..."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        def each(i: int) -> ir.Value:
+            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, i)))
+            return builder.load(pointer(builder, at, like.vec.llvm), align=1)
+
+        return tile_map(builder, like, each)
+
+    return like(like, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_f16(typingctx: Any, address: Any, value: Any) -> Any:
+    """Writes a float32 as a half, rounded to nearest even."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        builder.store(builder.fptrunc(args[1], ir.HalfType()), pointer(builder, args[0], ir.HalfType()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen

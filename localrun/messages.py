@@ -65,6 +65,8 @@ class Load(Struct, tag="load", kw_only=True):
     """Jinja source that replaces the file's own, from a Modelfile."""
     num_thread: int = 0
     """0: physical cores this process may use."""
+    isa: str = ""
+    """Instruction set to compile kernels for (LOCALRUN_ISA); empty: the best this machine executes."""
     num_batch: int = 512
     """Most tokens one forward pass takes."""
     kv_cache_type: str = "f16"
@@ -224,6 +226,8 @@ class Finished(Struct, tag="finished", kw_only=True):
     """From arrival in the runner to the first token."""
     context: list[int] = []
     """Prompt and answer as token ids."""
+    dropped_tokens: int = 0
+    """How many tokens the overflow policy `shift` took out of the middle while the answer grew."""
 
 
 class Failed(Struct, tag="failed", kw_only=True):

@@ -45,6 +45,8 @@ class LoadOptions:
     """Repack weights for speed: None decides by free memory."""
     cache_dir: str = ""
     """Where compiled kernels are kept; empty: the user's cache directory."""
+    isa: str = ""
+    """Instruction set to compile for; empty: the best this machine executes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""The step header: int64 words that say what one forward pass works on. Kernels read them by these byte offsets."""
+
+TOKENS = 0
+"""Rows of the batch."""
+OUTPUTS = 8
+"""Rows whose logits are wanted."""
+TOKEN_IDS = 16
+"""Address: int32 token id of each row."""
+POSITIONS = 24
+"""Address: int32 position of each row in its sequence."""
+TABLES = 32
+"""Address: for each row the address of its sequence's block table (int32)."""
+OUTPUT_ROWS = 40
+"""Address: int32 row number of each output."""
+KV = 48
+"""Address of the KV pool."""
+KV_BLOCK = 56
+"""Bytes of a pool block, all layers."""
+TILES = 64
+"""Address: int32 pairs (first row, rows) of up to attention.TILE_ROWS successive rows of one sequence."""
+N_TILES = 72
+ROPE = 80
+"""Addresses of up to eight tables of rotary angles, float32 [position][n_rot/2 cosines, n_rot/2 sines]."""
+SIZE = 144

@@ -1,0 +1,171 @@
+"""The thread team: runs a recorded program of kernels on several threads, one call a thread and pass.
+
+A program is a table of INSTRUCTION bytes a row: the kernel's address, its arguments, into how many chunks its work is cut, and whether it
+waits for everything before it. Each thread walks the whole table and takes chunks by compare-and-swap until there are none left; then it goes on to the next row,
+or, where that row waits, until the chunks others hold are finished. Nobody waits for a thread that holds no chunk: one that the system has put
+to sleep delays nothing but the chunk it was computing.
+
+The chunk counter of a row carries the number of the pass in its upper half, so a thread that wakes up in a later pass than it fell asleep
+in can take nothing and leaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+
+INSTRUCTION = 128
+"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 64 pass << 32 | next chunk, 72 chunks done."""
+WORDS = INSTRUCTION // 8
+SPINS_BEFORE_YIELD = 4_000
+SPINS_BETWEEN_PASSES = 8_000
+"""About 0.2 ms: as long as the engine needs between two passes; then a worker sleeps."""
+STOP_TIMEOUT_S = 10.0
+
+
+def replay(isa: Any) -> Any:
+    """Kernel-shaped entry: args = state words (see Team), head = step header, chunk = pass number, thread."""
+    import numba
+
+    from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, call_plain, compare_and_swap, pause
+    from localrun.kernels_cpu.simd import load_i64
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def run(program: int, n: int, epoch: int, yield_address: int, head: int, thread: int) -> None:
+        for i in range(n):
+            row = program + i * INSTRUCTION
+            wait_from = load_i64(row + 24)
+            if wait_from >= 0:
+                for j in range(wait_from, i):
+                    before = program + j * INSTRUCTION
+                    spins = 0
+                    while atomic_load(before + 72) < load_i64(before + 16):
+                        if (atomic_load(before + 64) >> 32) != epoch:
+                            return
+                        pause()
+                        spins += 1
+                        if spins > SPINS_BEFORE_YIELD:
+                            call_plain(yield_address)
+            while True:
+                held = atomic_load(row + 64)
+                if (held >> 32) != epoch:
+                    return
+                chunk = held & 0xFFFFFFFF
+                if chunk >= load_i64(row + 16):
+                    break
+                if compare_and_swap(row + 64, held, held + 1):
+                    call_kernel(load_i64(row), load_i64(row + 8), head, chunk, thread)
+                    atomic_add(row + 72, 1)
+
+    def kernel(args: int, head: int, epoch: int, thread: int) -> None:
+        yield_address = load_i64(args + 24)
+        run(load_i64(args + 8), load_i64(args + 16), epoch, yield_address, head, thread)
+
+    return kernel
+
+
+def follow(isa: Any) -> Any:
+    """A worker's loop: runs pass after pass as they are published, returns when none has come for a while. chunk = the last pass it ran."""
+    from localrun.kernels_cpu.atomics import atomic_load, call_kernel, pause
+    from localrun.kernels_cpu.simd import load_i64, store_scalar
+
+    def kernel(args: int, head: int, last: int, thread: int) -> None:
+        spins = 0
+        while spins < SPINS_BETWEEN_PASSES:
+            epoch = atomic_load(args)
+            if epoch != last:
+                call_kernel(load_i64(args + 32), args, head, epoch, thread)
+                last = epoch
+                store_scalar(args + 64 + thread * 64, last)
+                spins = 0
+            pause()
+            spins += 1
+
+    return kernel
+
+
+def specs() -> list[KernelSpec]:
+    """The kernels a team itself needs."""
+    return [KernelSpec("team", "replay"), KernelSpec("team", "follow")]
+
+
+def _yield_function() -> int:
+    """Address of the C function that gives the rest of a time slice away."""
+    if sys.platform == "win32":
+        function = ctypes.WinDLL("kernel32").SwitchToThread
+    else:
+        function = ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class Team:
+    """`n_threads` threads, the caller's one among them, that run programs together.
+
+    Only one thread may call `run` at a time. `close` ends the workers; a team that is dropped without it leaves daemon threads asleep.
+    """
+
+    def __init__(self, library: KernelLibrary, n_threads: int, header: NDArray[np.int64]) -> None:
+        addresses = library.load(specs())
+        entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+        replay_address = addresses[KernelSpec("team", "replay")]
+        self._replay = entry(replay_address)
+        self._follow = entry(addresses[KernelSpec("team", "follow")])
+        self.n_threads = n_threads
+        self._header = header
+        # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay; then, a cache line each, the last pass of each thread
+        self._state = np.zeros(8 * (n_threads + 2), np.int64)
+        self._state[3] = _yield_function()
+        self._state[4] = replay_address
+        self._asleep = [True] * n_threads
+        self._wake = [threading.Semaphore(0) for _ in range(n_threads)]
+        self._closed = False
+        self._workers = [threading.Thread(target=self._work, args=(i,), daemon=True, name=f"kernel-{i}") for i in range(1, n_threads)]
+        for worker in self._workers:
+            worker.start()
+
+    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
+        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks. Returns when all are done."""
+        epoch = int(self._state[0]) + 1
+        # The pass number goes first: from here on a thread still in an earlier pass can take nothing, whatever the counts become.
+        program[:, 8] = epoch << 32
+        program[:, 9] = 0
+        program[:, 2] = chunks
+        self._state[1] = program.ctypes.data
+        self._state[2] = len(program)
+        self._state[0] = epoch
+        for i in range(1, self.n_threads):
+            if self._asleep[i]:
+                self._asleep[i] = False
+                self._wake[i].release()
+        self._replay(self._state.ctypes.data, self._header.ctypes.data, epoch, 0)
+
+    def _work(self, thread: int) -> None:
+        """A worker: sleeps on its semaphore, wakes for a pass, follows as long as passes come quickly."""
+        last = 0
+        while True:
+            self._wake[thread].acquire()
+            if self._closed:
+                return
+            while True:
+                self._follow(self._state.ctypes.data, self._header.ctypes.data, last, thread)
+                last = int(self._state[8 + 8 * thread])
+                self._asleep[thread] = True
+                # A pass published between the last look and the line above has not seen the flag; take it now.
+                if int(self._state[0]) == last or self._closed:
+                    break
+                self._asleep[thread] = False
+
+    def close(self) -> None:
+        """Ends the workers. Idempotent."""
+        self._closed = True
+        for semaphore in self._wake:
+            semaphore.release()
+        for worker in self._workers:
+            worker.join(STOP_TIMEOUT_S)

@@ -1,0 +1,38 @@
+"""LLaMA 1 to 3, Mistral, SmolLM and everything else that says architecture "llama" (Touvron et al. 2023).
+
+RMS norm before each half of a layer, rotation of neighbouring pairs, grouped queries, SiLU-gated feed-forward; biases where the file has them.
+`attention.sliding_window` is ignored on purpose: files that carry it were trained with full attention over the lengths they serve, and the
+reference reads it the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Decoder, output, read_rope, standard_layers, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters and rotation; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    biases = p.attention_biases() | {
+        "attn_output.bias": (p.width,), "ffn_gate.bias": (p.ffn,), "ffn_up.bias": (p.ffn,), "ffn_down.bias": (p.width,)
+    }
+    p.check(gguf, p.tensors(), p.per_layer(biases))
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    standard_layers(r, w, p, x, halves=False)
+    output(r, w, p, x)
+    return [with_factors(rope, w)]

@@ -1,0 +1,197 @@
+"""From a file to a model that computes: reads the hyper-parameters, records the plan, compiles kernels, packs weights, replays.
+
+Heavy: imports NumPy and LLVM; belongs into a runner process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import psutil
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu import attention, head, isa, team
+from localrun.kernels_cpu.compile import CompileError, KernelLibrary
+from localrun.models.errors import ModelFileError
+from localrun.models.gguf import GGUFFile, open_gguf
+from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
+from localrun.models.params import Keys
+from localrun.models.plan import SPARE_ROWS, Memory, Program, Recorder, room
+from localrun.models.registry import family_of
+from localrun.models.rope import AngleTable
+from localrun.models.weights import Weights
+
+assert BLOCK_TOKENS == attention.BLOCK
+FIRST_LOGIT_ROWS = 8
+KV_TYPES = tuple(attention.KV_SIZES)
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use, at least 1."""
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical))
+
+
+class RecordedModel:
+    """A loaded model: models.model.Model over a recorded program."""
+
+    def __init__(self, info: ModelInfo, program: Program, library: KernelLibrary, crew: team.Team, header: NDArray[np.int64], memory: Memory,
+                 weights: Weights, tables: list[AngleTable]) -> None:
+        self.info = info
+        self._program = program
+        self._library = library
+        self._team = crew
+        self._header = header
+        self._memory = memory
+        self._weights: Weights | None = weights
+        self._tables = tables
+        self._kv = np.zeros(0, np.uint8)
+        self._n_blocks = 0
+        self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
+        self._token_ids = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
+        self._positions = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
+        self._row_tables = np.zeros(info.max_batch + SPARE_ROWS, np.int64)
+        self._output_rows = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
+        self._tiles = np.zeros((info.max_batch + SPARE_ROWS, 2), np.int32)
+        self._set(head.TOKEN_IDS, self._token_ids.ctypes.data)
+        self._set(head.POSITIONS, self._positions.ctypes.data)
+        self._set(head.TABLES, self._row_tables.ctypes.data)
+        self._set(head.OUTPUT_ROWS, self._output_rows.ctypes.data)
+        self._set(head.TILES, self._tiles.ctypes.data)
+
+    def _set(self, offset: int, value: int) -> None:
+        self._header[offset // 8] = value
+
+    def allocate_kv(self, n_blocks: int) -> None:
+        """See Model. Memory is taken by the system only as blocks are written."""
+        self._kv = np.zeros(n_blocks * self.info.kv_bytes_per_block + 64, np.uint8)
+        self._n_blocks = n_blocks
+        self._set(head.KV, self._kv_address())
+        self._set(head.KV_BLOCK, self.info.kv_bytes_per_block)
+
+    def _kv_address(self) -> int:
+        return int(-(-self._kv.ctypes.data // 64) * 64)
+
+    def forward(self, spans: list[Span]) -> NDArray[np.float32]:
+        """See Model."""
+        if self._weights is None:
+            raise RuntimeError("the model is closed")
+        tokens = sum(len(span.tokens) for span in spans)
+        if not 0 < tokens <= self.info.max_batch:
+            raise ValueError(f"a batch of {tokens} rows; 1 to {self.info.max_batch} are possible")
+        tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
+        row = outputs = tiles = 0
+        longest = 0
+        for span, table in zip(spans, tables):
+            n = len(span.tokens)
+            self._check(span, table, n)
+            self._token_ids[row : row + n] = span.tokens
+            self._positions[row : row + n] = np.arange(span.start, span.start + n)
+            self._row_tables[row : row + n] = table.ctypes.data
+            self._output_rows[outputs : outputs + len(span.outputs)] = span.outputs + row
+            starts = np.arange(row, row + n, attention.TILE_ROWS)
+            self._tiles[tiles : tiles + len(starts), 0] = starts
+            self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
+            row += n
+            outputs += len(span.outputs)
+            tiles += len(starts)
+            longest = max(longest, span.start + n)
+        for i, angles in enumerate(self._tables):
+            self._set(head.ROPE + 8 * i, angles.address(longest))
+        self._set(head.TOKENS, tokens)
+        self._set(head.OUTPUTS, outputs)
+        self._set(head.N_TILES, tiles)
+        self._room_for_logits(outputs)
+        chunks = self._program.chunks(tokens, outputs, tiles)
+        if not outputs:
+            chunks[self._program.logits] = 0
+        self._team.run(self._program.table, chunks)
+        return self._logits[:outputs, : self.info.n_vocab]
+
+    def _check(self, span: Span, table: NDArray[np.int32], n: int) -> None:
+        """A wrong number here would make a kernel read or write outside its memory."""
+        if n == 0 or span.start < 0 or len(table) * BLOCK_TOKENS < span.start + n:
+            raise ValueError(f"a span of {n} tokens from {span.start} on with {len(table)} blocks")
+        if table.min() < 0 or table.max() >= self._n_blocks:
+            raise ValueError(f"a block table names block {int(table.max())} of {self._n_blocks}")
+        if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
+            raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
+        if len(span.outputs) and (span.outputs.min() < 0 or span.outputs.max() >= n):
+            raise ValueError("an output row outside its span")
+
+    def _room_for_logits(self, rows: int) -> None:
+        if rows > len(self._logits):
+            size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
+            self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
+            self._program.args[self._program.logits, 6] = self._logits.ctypes.data
+
+    def copy_block(self, source: int, target: int) -> None:
+        """See Model."""
+        size = self.info.kv_bytes_per_block
+        start = self._kv_address() - self._kv.ctypes.data
+        self._kv[start + target * size : start + (target + 1) * size] = self._kv[start + source * size : start + (source + 1) * size]
+
+    def close(self) -> None:
+        """See Model."""
+        if self._weights is not None:
+            self._team.close()
+            self._kv = np.zeros(0, np.uint8)
+            self._weights.close()
+            self._weights = None
+
+
+def load_model(path: str | Path, options: LoadOptions, progress: Progress | None = None) -> RecordedModel:
+    """Loads a GGUF file.
+
+    Raises ModelFileError when the file is damaged, incomplete or of a kind without support; ValueError for an option that cannot be obeyed.
+    """
+    if options.kv_type not in KV_TYPES:
+        raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(KV_TYPES)}")
+    gguf = open_gguf(path)
+    try:
+        return _load(gguf, options, progress)
+    except CompileError as error:
+        gguf.close()
+        raise ModelFileError(gguf.path, "", f"cannot be loaded: {error}") from error
+    except BaseException:
+        gguf.close()
+        raise
+
+
+def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> RecordedModel:
+    keys = Keys(gguf)
+    family = family_of(gguf)
+    params = family.read(keys, gguf)
+    chosen = isa.select(options.isa)
+    n_threads = options.n_threads or default_threads()
+    cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
+    library = KernelLibrary(chosen, cache, n_workers=default_threads())
+    weights = Weights(gguf, options.pack)
+    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type)
+    ropes = family.record(params, recorder, weights)
+    program = recorder.finish()
+    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
+    program.table[:, 0] = [addresses[spec] for spec in program.kernels]
+    header = np.zeros(head.SIZE // 8, np.int64)
+    crew = team.Team(library, n_threads, header)
+    try:
+        weights.fill(library, crew, progress, keep=lambda name: name == "token_embd.weight")
+    except BaseException:
+        crew.close()
+        raise
+    n_vocab = gguf.tensors["token_embd.weight"].shape[1]
+    info = ModelInfo(
+        architecture=gguf.architecture,
+        n_vocab=n_vocab,
+        n_ctx_train=keys.int("context_length"),
+        max_batch=options.max_batch,
+        kv_bytes_per_block=recorder.kv_block_bytes,
+        weight_bytes=weights.packed_bytes if weights.pack else sum(info.nbytes for info in gguf.tensors.values()),
+        packed=weights.pack,
+        isa=chosen.name,
+        n_threads=n_threads,
+    )
+    return RecordedModel(info, program, library, crew, header, recorder.memory, weights, [AngleTable(rope) for rope in ropes])

@@ -1,0 +1,295 @@
+"""Records a forward pass once as a flat program of kernels, replays it for every batch.
+
+A family's `record` function is plain Python that runs once per loaded model and calls the methods of `Recorder` in the order of the mathematics.
+Nothing is computed then: each call appends one instruction (a kernel, its arguments, how its work is cut). `Recorder.finish` turns them into
+the table that `kernels_cpu.team` replays; what differs from step to step is read from the step header by the kernels themselves.
+
+    Row          float32 values of every token of the batch, in a named buffer that later layers use again
+    Activation   a row as matmuls want it; in which forms is known when all its readers are recorded
+
+An instruction waits for everything before it unless it is recorded as `beside` the previous one (Q, K and V; gate and up).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.matmul import META, SUPER
+from localrun.kernels_cpu.team import WORDS
+from localrun.models.weights import Vector, Weight, Weights
+
+Rule = Literal["one", "tokens", "outputs", "tiles"]
+RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tiles")
+"""What an instruction's chunk count is a multiple of."""
+
+ARGS = 24
+"""int64 arguments an instruction may have."""
+SPARE_ROWS = 8
+"""Rows behind the last one that matmul tiles may read (never use)."""
+CHUNK_BYTES = 96 << 10
+"""About how many weight bytes one chunk of a matmul reads: small enough to share out evenly, large beside the cost of taking a chunk."""
+MIN_CHUNKS = 16
+
+
+def float_bits(value: float) -> int:
+    """A float32's bits, as kernels take floats among their integer arguments."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def room(n: int) -> int:
+    """n rounded up to whole vectors of 16."""
+    return (n + 15) // 16 * 16
+
+
+class Memory:
+    """Zeroed, 64-byte aligned buffers that live as long as the plan."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._keep: list[NDArray[np.uint8]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of a new buffer."""
+        array = np.zeros(nbytes + 64, np.uint8)
+        self._keep.append(array)
+        self.nbytes += nbytes
+        return -(-array.ctypes.data // 64) * 64
+
+
+@dataclass
+class Instruction:
+    kernel: KernelSpec
+    args: list[int]
+    rule: Rule
+    factor: int
+    beside: bool
+    name: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """float32 (tokens, width) at `address`, `stride` bytes from token to token."""
+
+    address: int
+    stride: int
+    width: int
+
+
+@dataclass
+class Activation:
+    """A row that matmuls will read. `forms` fills as they are recorded: kind -> (address, stride)."""
+
+    width: int
+    producer: Instruction
+    readers_at: int
+    """Where the producer's arguments name the forms it has to write."""
+    buffer: str
+    forms: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """What `Recorder.finish` gives: the table without kernel addresses, and how to size it for a step."""
+
+    table: NDArray[np.int64]
+    args: NDArray[np.int64]
+    kernels: list[KernelSpec]
+    names: list[str]
+    rule: NDArray[np.int64]
+    factor: NDArray[np.int64]
+    logits: int
+    """Index of the instruction that writes the logits."""
+
+    def chunks(self, tokens: int, outputs: int, tiles: int) -> NDArray[np.int64]:
+        """Chunk count of each instruction for a step of these sizes."""
+        return self.factor * np.array([1, tokens, outputs, tiles])[self.rule]
+
+
+class Recorder:
+    """Appends instructions; see the module's docstring. Shapes: T tokens of the batch, O rows whose logits are wanted."""
+
+    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str) -> None:
+        self.weights = weights
+        self.max_batch = max_batch
+        self.n_threads = n_threads
+        self.kv_type = kv_type
+        self.memory = Memory()
+        self.kv_block_bytes = 0
+        """Bytes of a pool block as far as recorded."""
+        self._instructions: list[Instruction] = []
+        self._buffers: dict[str, tuple[int, int]] = {}
+        self._scratch: dict[str, int] = {}
+        self._logits = -1
+
+    # ---- memory ----
+
+    def _buffer(self, name: str, stride: int) -> tuple[int, int]:
+        """(address, stride) of the buffer of that name, max_batch + SPARE_ROWS rows."""
+        if name not in self._buffers:
+            self._buffers[name] = (self.memory.allocate((self.max_batch + SPARE_ROWS) * stride), stride)
+        address, have = self._buffers[name]
+        if have != stride:
+            raise ValueError(f"buffer {name} is used with rows of {have} and of {stride} bytes")
+        return address, stride
+
+    def row(self, name: str, width: int) -> Row:
+        """The float32 buffer of that name."""
+        address, stride = self._buffer(f"{name}.{width}", room(width) * 4)
+        return Row(address, stride, width)
+
+    def _per_thread(self, name: str, nbytes: int) -> tuple[int, int]:
+        """(address, bytes a thread) of scratch memory."""
+        nbytes = -(-nbytes // 64) * 64
+        key = f"{name}.{nbytes}"
+        if key not in self._scratch:
+            self._scratch[key] = self.memory.allocate(nbytes * self.n_threads)
+        return self._scratch[key], nbytes
+
+    def _append(
+        self, module: str, factory: str, params: Sequence[int | str], args: list[int], name: str, rule: Rule = "tokens", factor: int = 1,
+        beside: bool = False,
+    ) -> Instruction:
+        instruction = Instruction(KernelSpec(module, factory, tuple(params)), args, rule, factor, beside, name)
+        self._instructions.append(instruction)
+        return instruction
+
+    # ---- operations ----
+
+    def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None) -> Row:
+        """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
+        x = self.row("x", table.columns)
+        args = [table.source, table.row_bytes, table.columns, float_bits(scale), x.address, x.stride, positions.address if positions else 0]
+        self._append("elementwise", "embed", [table.type_name], args, "embed")
+        return x
+
+    def _activation(self, width: int, producer: Instruction, readers_at: int, buffer: str) -> Activation:
+        producer.args.extend([0] * (readers_at + 6 - len(producer.args)))
+        return Activation(width, producer, readers_at, buffer)
+
+    def norm(
+        self, x: Row, weight: Vector | None, eps: float, name: str, *, kind: Literal["rms", "layer", "none"] = "rms", bias: Vector | None = None,
+        outputs_only: bool = False, beside: bool = False,
+    ) -> Activation:
+        """The norm of a row, ready for matmuls. (T, width) -> (T, width), or (O, width) of the rows whose logits are wanted."""
+        scratch = self.row("normed", x.width)
+        args = [
+            x.address, x.stride, x.width, weight.address if weight else 0, float_bits(eps), {"none": 0, "rms": 1, "layer": 2}[kind],
+            bias.address if bias else 0, scratch.address, scratch.stride,
+        ]
+        rule: Rule = "outputs" if outputs_only else "tokens"
+        instruction = self._append("elementwise", "norm", [], args, name, rule, beside=beside)
+        activation = self._activation(x.width, instruction, 9, "normed")
+        instruction.args.append(head.OUTPUT_ROWS if outputs_only else 0)
+        return activation
+
+    def quantized(self, x: Row, name: str) -> Activation:
+        """A row as it is, ready for matmuls."""
+        return self.norm(x, None, 0.0, name, kind="none")
+
+    def norm_add(self, y: Row, weight: Vector, eps: float, x: Row, name: str) -> None:
+        """x += RMS norm of y. Both (T, width)."""
+        args = [y.address, y.stride, y.width, weight.address, float_bits(eps), x.address, x.stride]
+        self._append("elementwise", "norm_add", [], args, name)
+
+    def gated(self, gate: Row, up: Row, activation: Literal["silu", "gelu_tanh"], name: str) -> Activation:
+        """act(gate) * up, ready for matmuls. (T, width) each; gate's buffer is overwritten."""
+        instruction = self._append("elementwise", "gated", [activation], [gate.address, up.address, gate.stride, gate.width], name)
+        return self._activation(gate.width, instruction, 4, "gated")
+
+    def _form(self, x: Activation, kind: str) -> tuple[int, int]:
+        """Where a matmul of that kind reads the activation; the first to ask makes the producer write it."""
+        if kind not in x.forms:
+            n = x.width
+            stride = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * META, "f": room(n) * 4}[kind]
+            x.forms[kind] = self._buffer(f"{x.buffer}.{n}.{kind}", -(-stride // 64) * 64)
+            at = x.readers_at + 2 * ("256", "32", "f").index(kind)
+            x.producer.args[at : at + 2] = x.forms[kind]
+        return x.forms[kind]
+
+    def matmul(
+        self, weight: Weight, x: Activation, name: str, *, bias: Vector | None = None, add_to: Row | None = None, beside: bool = False
+    ) -> Row:
+        """out = W x (+ bias). weight (n, m), x (T, m) -> (T, n); with `add_to` (T, n), the result is added there."""
+        out = add_to or self.row(name, weight.rows)
+        self._matmul(weight, x, out, name, bias, add_to is not None, beside, "tokens")
+        return out
+
+    def logits(self, weight: Weight, x: Activation, bias: Vector | None = None) -> None:
+        """The output matrix, for the rows whose logits are wanted; where they go is set before each step."""
+        self._logits = len(self._instructions)
+        self._matmul(weight, x, Row(0, room(weight.rows) * 4, weight.rows), "logits", bias, False, False, "outputs")
+
+    def _matmul(
+        self, weight: Weight, x: Activation, out: Row, name: str, bias: Vector | None, add: bool, beside: bool, rows: Literal["tokens", "outputs"]
+    ) -> None:
+        if weight.columns != x.width:
+            raise ValueError(f"{weight.name} takes {weight.columns} values, {name} gives {x.width}")
+        address, stride = self._form(x, weight.kind)
+        groups = -(-weight.rows // 16)
+        per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
+        scratch, scratch_bytes = (0, 0) if weight.packed else self._per_thread("unpacked", weight.group_bytes)
+        args = [
+            weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address, out.stride,
+            per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
+            0 if weight.packed else weight.row_bytes, scratch, scratch_bytes,
+        ]
+        self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
+
+    def rope_kv(
+        self, q: Row, k: Row, v: Row, *, n_heads: int, n_kv: int, dim: int, dim_v: int, n_rot: int, table: int, halves: bool, scale: float,
+        q_norm: Vector | None = None, k_norm: Vector | None = None, eps: float = 0.0,
+    ) -> int:
+        """Norms and rotates heads in place, scales q, writes k and v into the cache; returns the layer's offset in a pool block.
+
+        q (T, n_heads * dim), k (T, n_kv * dim), v (T, n_kv * dim_v); table: which of the header's angle tables; n_rot 0: no rotation.
+        """
+        offset = self.kv_block_bytes
+        self.kv_block_bytes += attention.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+        args = [
+            q.address, q.stride, k.address, k.stride, v.address, v.stride, n_heads, n_kv, dim, dim_v, q_norm.address if q_norm else 0,
+            k_norm.address if k_norm else 0, float_bits(eps), n_rot, head.ROPE + 8 * table, int(halves), offset, float_bits(scale),
+        ]
+        self._append("attention", "rope_kv", [self.kv_type], args, "rope_kv")
+        return offset
+
+    def attention(
+        self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0, sinks: Vector | None = None
+    ) -> Activation:
+        """Causal attention of q over the layer at that offset, ready for matmuls: (T, n_heads * dim_v)."""
+        out = self.row("attended", n_heads * dim_v)
+        scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
+        args = [
+            q.address, q.stride, n_heads, n_kv, dim, dim_v, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
+            sinks.address if sinks else 0,
+        ]
+        self._append("attention", "attention", [self.kv_type, int(soft_cap > 0)], args, "attention", "tiles", n_kv)
+        return self.quantized(out, "attended")
+
+    # ---- the end ----
+
+    def finish(self) -> Program:
+        """The program recorded so far."""
+        n = len(self._instructions)
+        table = np.zeros((n, WORDS), np.int64)
+        args = np.zeros((n, ARGS), np.int64)
+        waits = 0
+        for i, instruction in enumerate(self._instructions):
+            args[i, : len(instruction.args)] = instruction.args
+            table[i, 1] = args[i].ctypes.data
+            if instruction.beside:
+                table[i, 3] = -1
+            else:
+                table[i, 3] = waits
+                waits = i
+        return Program(
+            table, args, [i.kernel for i in self._instructions], [i.name for i in self._instructions],
+            np.array([RULES.index(i.rule) for i in self._instructions]), np.array([i.factor for i in self._instructions], np.int64), self._logits,
+        )

@@ -1,0 +1,32 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): LLaMA's layer with biases on Q, K and V and rotation of halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Decoder, output, read_rope, standard_layers, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters and rotation; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    p.check(gguf, p.tensors(p.attention_biases()), {"output.bias": (p.n_vocab,)})
+    if "output.bias" in gguf.tensors:
+        raise keys.error("output.bias", "a bias on the logits is not supported")
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    standard_layers(r, w, p, x, halves=True)
+    output(r, w, p, x)
+    return [with_factors(rope, w)]

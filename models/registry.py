@@ -1,0 +1,39 @@
+"""Which file of this folder knows which architecture. Adding a family is one file and one line here."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from localrun.models.errors import ModelFileError
+from localrun.models.gguf import GGUFFile, printable
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "gemma3": "gemma3",
+}
+"""Value of general.architecture -> module."""
+
+
+class Family(Protocol):
+    """What a family's module provides."""
+
+    def read(self, keys: Keys, gguf: GGUFFile) -> Any:
+        """Hyper-parameters, checked, and the tensors checked against them. Raises ModelFileError. Imports neither NumPy nor Numba."""
+
+    def record(self, params: Any, r: Any, w: Any) -> list[Rope]:
+        """Records the forward pass on a plan.Recorder with weights.Weights; returns the angle tables that it refers to by number."""
+
+
+def family_of(gguf: GGUFFile) -> Family:
+    """The module for a file's architecture. Raises ModelFileError naming what is known."""
+    name = gguf.architecture
+    if name not in ARCHITECTURES:
+        raise ModelFileError(
+            gguf.path, "general.architecture", f'is "{printable(name)}", which is not supported; supported are {", ".join(sorted(ARCHITECTURES))}'
+        )
+    family: Family = importlib.import_module(f"localrun.models.{ARCHITECTURES[name]}")  # type: ignore[assignment]
+    return family

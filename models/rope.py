@@ -1,0 +1,78 @@
+"""Angles of rotary position embedding, as tables that kernels index by position.
+
+RoFormer (Su et al. 2021); linear scaling (Chen et al. 2023), NTK-by-parts / YaRN (Peng et al. 2023), per-frequency factors of Llama 3.1 and of
+Phi's LongRoPE as the file's rope_freqs tensors give them. Computed in float64, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How angles depend on position.
+
+    n_rot: dimensions that are rotated (even); base: of the geometric series of frequencies; scale: positions are multiplied by it (1 / factor of linear
+    scaling); factors: divides each of the n_rot / 2 frequencies; yarn_*: 0 extrapolation factor switches YaRN off; magnitude: factor of cosines and sines.
+    """
+
+    n_rot: int
+    base: float
+    scale: float = 1.0
+    factors: tuple[float, ...] | None = None
+    yarn_ext_factor: float = 0.0
+    yarn_original_context: int = 0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    magnitude: float = 1.0
+
+    def angles(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
+        """(len(positions), n_rot / 2) angles, and the factor of their cosines and sines."""
+        i = np.arange(self.n_rot // 2, dtype=np.float64)
+        frequency = self.base ** (-2.0 * i / self.n_rot)
+        if self.factors is not None:
+            frequency = frequency / np.asarray(self.factors, np.float64)
+        magnitude = self.magnitude
+        stretched = frequency * self.scale
+        if self.yarn_ext_factor:
+            low, high = self._correction_range()
+            ramp = np.clip((i - low) / max(0.001, high - low), 0.0, 1.0)
+            mix = (1.0 - ramp) * self.yarn_ext_factor
+            stretched = stretched * (1.0 - mix) + frequency * mix
+            magnitude *= 1.0 + 0.1 * math.log(1.0 / self.scale)
+        return positions[:, None] * stretched[None, :], magnitude
+
+    def _correction_range(self) -> tuple[float, float]:
+        """Dimensions between which YaRN goes from extrapolation to interpolation (paper, eq. 17 to 23)."""
+
+        def dimension(rotations: float) -> float:
+            return self.n_rot * math.log(self.yarn_original_context / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+
+        low = max(0.0, math.floor(dimension(self.yarn_beta_fast)))
+        high = min(self.n_rot - 1.0, math.ceil(dimension(self.yarn_beta_slow)))
+        return low, high
+
+
+class AngleTable:
+    """float32 [position][n_rot / 2 cosines, n_rot / 2 sines], grown as positions are asked for."""
+
+    def __init__(self, rope: Rope) -> None:
+        self.rope = rope
+        self._table = np.zeros((0, rope.n_rot), np.float32)
+
+    def address(self, positions: int) -> int:
+        """Address of the table, valid for positions 0..positions-1 and until the next call."""
+        have = len(self._table)
+        if positions > have:
+            size = max(FIRST_POSITIONS, 2 * have, positions)
+            angles, magnitude = self.rope.angles(np.arange(have, size, dtype=np.int64))
+            fresh = np.concatenate([np.cos(angles) * magnitude, np.sin(angles) * magnitude], axis=1).astype(np.float32)
+            self._table = np.concatenate([self._table, fresh])
+        return int(self._table.ctypes.data)

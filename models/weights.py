@@ -1,0 +1,187 @@
+"""A file's tensors as kernels take them: addresses.
+
+Matrices are repacked (kernels_cpu/pack.py) into one anonymous mapping on huge pages where memory allows, each tensor's file pages dropped behind
+it; otherwise kernels read the mapped blocks where they lie and repack group by group as they go, with the same results.
+Vectors (norms, biases) are float32 with room up to a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+from localrun.kernels_cpu.formats import FORMATS
+from localrun.kernels_cpu.pack import PACKINGS, Packing
+from localrun.kernels_cpu.team import WORDS, Team
+from localrun.models.errors import ModelFileError
+from localrun.models.gguf import GGUFFile, TensorInfo
+from localrun.models.model import Progress
+
+HUGE_PAGE = 2 << 20
+SPARE_MEMORY = 1 << 30
+"""What must stay free beside repacked weights for the weights to be repacked unasked."""
+GROUPS_PER_CHUNK = 8
+
+
+class Vector:
+    """A float32 vector of n values at `address`."""
+
+    def __init__(self, values: NDArray[np.float32]) -> None:
+        self.n = len(values)
+        self._data = np.zeros((self.n + 31) // 16 * 16, np.float32)
+        self._data[: self.n] = values
+        self.address = self._data.ctypes.data
+
+
+class Weight:
+    """A matrix (rows, columns): out = W x takes `columns` values and gives `rows`."""
+
+    def __init__(self, owner: Weights, info: TensorInfo, packing: Packing, source: int, first_row: int, rows: int) -> None:
+        self._owner = owner
+        self._packing = packing
+        self._address = 0
+        self.name = info.name
+        self.type_name = packing.format.name
+        self.columns = info.shape[0]
+        self.rows = rows
+        self.row_bytes = packing.format.row_bytes(self.columns)
+        self.source = source + first_row * self.row_bytes
+        """Address in the mapped file."""
+        self.packed = owner.pack
+        self.kind = packing.kind
+        self.block = packing.block
+        self.group_bytes = packing.group_bytes(self.columns)
+
+    @property
+    def address(self) -> int:
+        """What matmuls read: the packed groups (reserved by the first to ask, filled by Weights.fill), or the file's rows."""
+        if not self.packed:
+            return self.source
+        if not self._address:
+            self._address = self._owner._reserve(self)
+        return self._address
+
+    @property
+    def packed_bytes(self) -> int:
+        return -(-self.rows // 16) * self.group_bytes
+
+
+class Weights:
+    """All tensors of one file. Keeps the mapping alive; `close` gives everything back."""
+
+    def __init__(self, gguf: GGUFFile, pack: bool | None = None) -> None:
+        """pack: None repacks when the packed weights and SPARE_MEMORY fit into what is free."""
+        self.gguf = gguf
+        self._base: dict[str, int] = {}
+        self._asked: list[Weight] = []
+        self._keep: list[object] = []
+        size = sum(self._packed_size(info) for info in gguf.tensors.values())
+        self.pack = psutil.virtual_memory().available > size + SPARE_MEMORY if pack is None else pack
+        self._arena: mmap.mmap | None = None
+        self._next = self._end = 0
+        if self.pack and size:
+            self._arena = mmap.mmap(-1, size + HUGE_PAGE)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a hint that not every system knows
+                self._arena.madvise(mmap.MADV_HUGEPAGE)
+            start = np.frombuffer(self._arena, np.uint8).ctypes.data
+            self._next = -(-start // HUGE_PAGE) * HUGE_PAGE
+            self._end = start + size + HUGE_PAGE
+
+    @staticmethod
+    def _packed_size(info: TensorInfo) -> int:
+        packing = PACKINGS.get(info.type)
+        if packing is None or len(info.shape) < 2:
+            return 0
+        rows = int(np.prod(info.shape[1:]))
+        return -(-rows // 16) * packing.group_bytes(info.shape[0]) + 64 * (info.shape[2] if len(info.shape) > 2 else 1) * 64
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def _source(self, name: str) -> int:
+        if name not in self._base:
+            view = np.frombuffer(self.gguf.data(name), np.uint8)
+            self._keep.append(view)
+            self._base[name] = view.ctypes.data
+        return self._base[name]
+
+    def matrix(self, name: str, first_row: int = 0, rows: int | None = None) -> Weight:
+        """The matrix of that name, or `rows` rows of it. Raises ModelFileError for a type without kernels."""
+        info = self.gguf.tensors[name]
+        packing = PACKINGS.get(info.type)
+        if packing is None:
+            known = ", ".join(p.format.name for p in PACKINGS.values())
+            raise ModelFileError(self.gguf.path, f"tensor {name}", f"is of type {FORMATS[info.type].name}; types with kernels: {known}")
+        if info.shape[0] % packing.format.block:
+            raise ModelFileError(self.gguf.path, f"tensor {name}", f"rows of {info.shape[0]} values are no whole {packing.format.name} blocks")
+        return Weight(self, info, packing, self._source(name), first_row, info.shape[1] if rows is None else rows)
+
+    def values(self, name: str) -> NDArray[np.float32]:
+        """The values of a float32 tensor, copied."""
+        return np.frombuffer(self.gguf.data(name), np.float32).copy()
+
+    def vector(self, name: str) -> Vector:
+        """The vector of that name."""
+        vector = Vector(self.values(name))
+        self._keep.append(vector)
+        return vector
+
+    def maybe(self, name: str) -> Vector | None:
+        """The vector of that name, None when the file has none."""
+        return self.vector(name) if self.has(name) else None
+
+    def constant(self, values: NDArray[np.float32]) -> Vector:
+        """A vector that is in no file, kept as long as the weights."""
+        vector = Vector(values)
+        self._keep.append(vector)
+        return vector
+
+    def _reserve(self, weight: Weight) -> int:
+        address = -(-self._next // 64) * 64
+        self._next = address + weight.packed_bytes
+        if self._next > self._end:
+            raise MemoryError(f"no room was planned for {weight.name}")
+        self._asked.append(weight)
+        return address
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that have been asked for."""
+        return sum(weight.packed_bytes for weight in self._asked)
+
+    def kernels(self) -> list[KernelSpec]:
+        """The packing kernels that `fill` needs."""
+        return [KernelSpec("pack", "pack", (name,)) for name in dict.fromkeys(weight.type_name for weight in self._asked)]
+
+    def fill(self, library: KernelLibrary, team: Team, progress: Progress | None = None, keep: Callable[[str], bool] = lambda name: False) -> None:
+        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done (but for those to `keep`)."""
+        addresses = library.load(self.kernels())
+        program = np.zeros((1, WORDS), np.int64)
+        args = np.zeros(8, np.int64)
+        done, total = 0, self.packed_bytes
+        for weight in self._asked:
+            groups = -(-weight.rows // 16)
+            args[:7] = [
+                weight.source, weight.row_bytes, weight.rows, weight.columns // weight.block, weight.group_bytes, weight.address, GROUPS_PER_CHUNK,
+            ]
+            program[0, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args.ctypes.data, 0, -1]
+            team.run(program, np.array([-(-groups // GROUPS_PER_CHUNK)]))
+            if not keep(weight.name):
+                self.gguf.drop_pages(weight.name)
+            done += weight.packed_bytes
+            if progress:
+                progress("packing weights", done, total)
+
+    def close(self) -> None:
+        """Gives mappings back; addresses are dead afterwards. Idempotent."""
+        self._keep.clear()
+        self._base.clear()
+        self._asked.clear()
+        self._arena = None
+        self.gguf.close()
