@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from localrun.text.utf8 import WIDE_SPACES
+
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -200,9 +202,8 @@ PRE_TOKENIZERS: Final[dict[str, Family]] = {name: family for names, family in _F
 
 # ---- splitting ----
 
-_WIDE_SPACES = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
 # The expressions see a vertical tab for every space beyond ASCII, as in the reference: ranges that cover U+3000 then do not match it.
-_STAND_INS = dict.fromkeys(map(ord, _WIDE_SPACES), "\v") | dict.fromkeys(range(0xD800, 0xE000), "\ue000")
+_STAND_INS = dict.fromkeys(map(ord, WIDE_SPACES), "\v") | dict.fromkeys(range(0xD800, 0xE000), "\ue000")
 
 
 class Splitter:

@@ -134,7 +134,7 @@ def _cuts(messages: list[Message]) -> Iterator[int]:
 
 
 def render(messages: list[Message], request: Generate, template: ChatTemplate) -> str:
-    """The conversation in the model's template, ready for the assistant's turn, or to go on with it when the last message is the assistant's.
+    """The conversation in the model's template, ready for the assistant's turn, or to go on with it if the last message is an assistant's.
 
     Templates differ in what they accept. One that raises is tried again in these forms, each closer to what older templates know:
     tool-call arguments as JSON text instead of objects; `tools` undefined instead of None; neighbouring messages of one role joined by a

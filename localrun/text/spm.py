@@ -10,11 +10,10 @@ import re
 
 from localrun.text.merging import merge
 from localrun.text.utf8 import raw_characters, to_bytes
-from localrun.text.vocab import SPACE, Vocab
+from localrun.text.vocab import SPACE, Vocab, neighbours_of_space
 
 _CACHED_WORD = 64
 _CACHED_WORDS = 50_000
-_BEFORE_SPACE = re.compile(f"([^{SPACE}\0]){SPACE}")
 
 
 class SentencePieceEncoder:
@@ -25,7 +24,7 @@ class SentencePieceEncoder:
         self._scores = vocab.scores
         self._unknown = [] if vocab.unk is None else [vocab.unk]
         self._space_prefix = vocab.add_space_prefix
-        joined = "".join(sorted(set(_BEFORE_SPACE.findall("\0".join(vocab.tokens)))))
+        joined = neighbours_of_space(vocab.tokens)
         # A byte that is no UTF-8 may announce a character that takes in what follows.
         self._cut = re.compile(f"(?<=[^{SPACE}\udc80-\udcff{re.escape(joined)}])(?={SPACE})")
         self._known: dict[str, list[int]] = {}

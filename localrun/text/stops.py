@@ -24,7 +24,7 @@ class StopMatcher:
         return self._held
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes in `text`; returns what can be shown now, and the stop string if one is complete. After that every call returns ("", it)."""
+        """Takes in `text`; returns what can be shown now, and the stop string if one is complete; from then on always ("", that one)."""
         if self._matched is not None:
             return "", self._matched
         start = len(self._held)

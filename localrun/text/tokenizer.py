@@ -11,7 +11,7 @@ pieces are put together again. How plain text becomes tokens is in one file per 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,10 +19,13 @@ from localrun.models.gguf import GGUFFile, printable
 from localrun.models.params import Keys
 from localrun.text.bpe import BytePairEncoder, decode_bytes
 from localrun.text.pretokenizers import PRE_TOKENIZERS, Family
+from localrun.text.rwkv import RwkvEncoder, unescape
 from localrun.text.special import SpecialTokens
 from localrun.text.spm import SentencePieceEncoder
+from localrun.text.unigram import UnigramEncoder
 from localrun.text.utf8 import to_bytes, to_text
 from localrun.text.vocab import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Vocab, check_known_model, read_vocab
+from localrun.text.wordpiece import WordPieceEncoder
 
 _BEFORE_MARK = re.compile(rb" ([?!.,])")
 _BEFORE_CONTRACTION = re.compile(rb" '(?=[sm]|re|ve)")
@@ -46,7 +49,7 @@ class Tokenizer:
         self.add_bos = vocab.add_bos and vocab.bos is not None
         self.add_eos = vocab.add_eos and vocab.eos is not None
         self._encoder = encoder
-        special = [(vocab.tokens[token], token, vocab.attrs[token]) for token in vocab.special()]
+        special = [(vocab.tokens[token], token, vocab.attr(token)) for token in vocab.special()]
         self._special = SpecialTokens(special)
         self._user_defined = SpecialTokens(entry for entry in special if not entry[2] & (CONTROL | UNKNOWN))
         self._pieces: dict[int, bytes] = {}
@@ -117,6 +120,8 @@ class Tokenizer:
 
     def _read_piece(self, token: int) -> bytes:
         text, attr = self.vocab.tokens[token], self.vocab.attrs[token]
+        if self.vocab.model == "rwkv":
+            return unescape(text)
         if attr & (CONTROL | UNKNOWN | USER_DEFINED):
             return to_bytes(text)
         if attr & NORMAL:
@@ -126,6 +131,14 @@ class Tokenizer:
         if attr & BYTE and text.startswith("<0x") and len(text) == 6:
             return bytes([int(text[3:5], 16)])
         return b""
+
+
+_ENCODERS: dict[str, Callable[[Vocab], Encoder]] = {
+    "llama": SentencePieceEncoder,
+    "bert": WordPieceEncoder,
+    "t5": UnigramEncoder,
+    "rwkv": RwkvEncoder,
+}
 
 
 def load_tokenizer(gguf: GGUFFile, cache_dir: Path | None = None, digest: str = "") -> Tokenizer:
@@ -139,7 +152,7 @@ def load_tokenizer(gguf: GGUFFile, cache_dir: Path | None = None, digest: str = 
         return _load_bpe(gguf, model)
     bert = model == "bert"
     vocab = read_vocab(gguf, add_bos=model in ("llama", "bert"), clean_spaces=bert, escape_spaces=True, add_sep=bert, no_bos=False)
-    return Tokenizer(vocab, SentencePieceEncoder(vocab))
+    return Tokenizer(vocab, _ENCODERS[model](vocab))
 
 
 def _load_bpe(gguf: GGUFFile, model: str) -> Tokenizer:

@@ -1,8 +1,11 @@
-"""Bytes that are not UTF-8, read as llama.cpp reads them. A text on its way to a tokenizer is a str with such bytes as lone surrogates."""
+"""Characters and bytes: what is no UTF-8 is read as llama.cpp reads it. A text for a tokenizer is a str with such bytes as lone surrogates.
+"""
 
 from __future__ import annotations
 
 REPLACEMENT = "\ufffd"
+WIDE_SPACES = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+"""Unicode's white space beyond ASCII."""
 
 
 def to_text(data: str | bytes) -> str:
@@ -31,22 +34,25 @@ def code_points(text: str) -> str:
     out: list[str] = []
     at = 0
     while at < len(data):
-        length = sequence_length(data[at])
-        tail = data[at + 1 : at + length]
-        if data[at] & 0xC0 == 0x80 or data[at] >= 0xF8 or len(tail) != length - 1 or any(byte & 0xC0 != 0x80 for byte in tail):
-            out.append(REPLACEMENT)
-            at += 1
-            continue
-        value = data[at] & (0x7F, 0x1F, 0x0F, 0x07)[length - 1]
-        for byte in tail:
-            value = value << 6 | byte & 0x3F
+        length = lenient_length(data, at)
+        value = ord(REPLACEMENT)
+        if length:
+            value = data[at] & (0x7F, 0x1F, 0x0F, 0x07)[length - 1]
+            for byte in data[at + 1 : at + length]:
+                value = value << 6 | byte & 0x3F
         if value > 0x10FFFF:
-            out.append(REPLACEMENT)
-            at += 1
-            continue
+            value, length = ord(REPLACEMENT), 1
         out.append(chr(value))
-        at += length
+        at += length or 1
     return "".join(out)
+
+
+def lenient_length(data: bytes, at: int) -> int:
+    """Bytes of the character at `at` if its bytes have the form of one, whatever they spell; 0 if they have not."""
+    length = sequence_length(data[at])
+    tail = data[at + 1 : at + length]
+    formed = data[at] & 0xC0 != 0x80 and data[at] < 0xF8 and len(tail) == length - 1 and all(byte & 0xC0 == 0x80 for byte in tail)
+    return length if formed else 0
 
 
 def sequence_length(lead: int) -> int:

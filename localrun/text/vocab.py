@@ -7,6 +7,7 @@ Knows nothing of how text becomes tokens.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,10 +25,13 @@ BYTE: Final = 32
 LSTRIP: Final = 128
 RSTRIP: Final = 256
 
-_ATTR_OF_TYPE = {1: NORMAL, 2: UNKNOWN, 3: CONTROL, 4: USER_DEFINED, 5: UNUSED, 6: BYTE}
+_ATTR_OF_TYPE = bytes((0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE, *[0] * 249))
 """From `tokenizer.ggml.token_type`; other values mean no attribute."""
 
-MODELS = ("llama", "gpt2", "gemma4")
+# Vocabularies have 100,000s of tokens, so what is asked of all of them is asked in C: attributes are a byte each.
+_SPECIAL = re.compile(b"[%s]" % b"".join(b"\\x%02x" % bits for bits in range(256) if bits & (UNKNOWN | CONTROL | USER_DEFINED)))
+
+MODELS = ("llama", "gpt2", "gemma4", "bert", "t5", "rwkv")
 """Values of `tokenizer.ggml.model` that have a tokenizer here."""
 
 SPACE = "\u2581"
@@ -83,9 +87,12 @@ class Vocab:
     """Texts as the file writes them; bytes that are no UTF-8 are lone surrogates ("surrogateescape")."""
     scores: list[float]
     """Log-probabilities or merge priorities; empty when the file has none."""
-    attrs: list[int]
+    attrs: bytearray
+    """Attribute bits, all but RSTRIP."""
     ids: dict[str, int]
     """Token id by text."""
+    rstrip: set[int] = field(default_factory=set)
+    """Tokens that swallow the whitespace behind them."""
     bos: int | None = None
     eos: int | None = None
     eot: int | None = None
@@ -102,8 +109,6 @@ class Vocab:
     add_sep: bool = False
     add_space_prefix: bool = False
     remove_extra_whitespaces: bool = False
-    space_is_suffix: bool = False
-    """`treat_whitespace_as_suffix` of SentencePiece."""
     escape_spaces: bool = False
     """Spaces are written U+2581 in token texts."""
     clean_spaces: bool = False
@@ -115,7 +120,11 @@ class Vocab:
 
     def special(self) -> list[int]:
         """Tokens that are looked for in a text before anything else: control, user-defined and unknown ones, by id."""
-        return [token for token, attr in enumerate(self.attrs) if attr & (CONTROL | USER_DEFINED | UNKNOWN)]
+        return [match.start() for match in _SPECIAL.finditer(self.attrs)]
+
+    def attr(self, token: int) -> int:
+        """All attribute bits of a token."""
+        return self.attrs[token] | (RSTRIP if token in self.rstrip else 0)
 
 
 def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces: bool, add_sep: bool, no_bos: bool) -> Vocab:
@@ -137,7 +146,13 @@ def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces:
         raise keys.error("tokenizer.ggml.tokens", f"has the token {printable(repr(twice))} more than once")
 
     types = keys.ints("tokenizer.ggml.token_type", None, length=len(tokens))
-    attrs = [NORMAL] * len(tokens) if types is None else [_ATTR_OF_TYPE.get(kind, 0) for kind in types]
+    if types is None:
+        attrs = bytearray([NORMAL]) * len(tokens)
+    else:
+        try:
+            attrs = bytearray(types).translate(_ATTR_OF_TYPE)
+        except ValueError:
+            attrs = bytearray(kind if 0 <= kind < 256 else 0 for kind in types).translate(_ATTR_OF_TYPE)
     vocab = Vocab(
         path=str(gguf.path),
         model=model,
@@ -155,6 +170,7 @@ def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces:
         clean_spaces=clean_spaces,
         lowercase=keys.bool("tokenizer.ggml.normalizer.lowercase", True),
     )
+    vocab.charsmap = _bytes_of(gguf, "tokenizer.ggml.precompiled_charsmap")
     vocab.strip_accents = keys.bool("tokenizer.ggml.normalizer.strip_accents", vocab.lowercase)
     if model == "llama" and not vocab.scores:
         raise keys.error("tokenizer.ggml.scores", "is missing; a 'llama' vocabulary merges by score")
@@ -165,6 +181,21 @@ def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces:
         if attrs[token] & CONTROL and "unused" in tokens[token]:
             attrs[token] |= UNUSED
     return vocab
+
+
+def _bytes_of(gguf: GGUFFile, key: str) -> bytes:
+    """The value of a key that is an array of bytes; nothing when absent."""
+    kind = gguf.value_types.get(key, "array[uint8]")
+    if kind not in ("array[uint8]", "array[int8]"):
+        raise ModelFileError(gguf.path, key, f"is of type {kind}, not an array of bytes")
+    values = gguf.metadata.get(key, [])
+    return bytes(values if kind == "array[uint8]" else [value & 0xFF for value in values])
+
+
+def neighbours_of_space(tokens: list[str]) -> str:
+    """The characters that stand directly before U+2581 inside some token. Between any other character and a U+2581 no token reaches across."""
+    before = {part[-1] for part in "\0".join(tokens).split(SPACE)[:-1] if part}
+    return "".join(sorted(before - {"\0"}))
 
 
 def _read_special_ids(keys: Keys, vocab: Vocab, no_bos: bool) -> None:
@@ -238,14 +269,8 @@ def _set_strip(gguf: GGUFFile, vocab: Vocab) -> None:
         if "<mask>" in vocab.ids:
             vocab.attrs[vocab.ids["<mask>"]] |= LSTRIP
     elif "phi-3" in name or "phi3" in name:
-        for token, attr in enumerate(vocab.attrs):
-            if attr & (CONTROL | USER_DEFINED | UNKNOWN):
-                vocab.attrs[token] |= RSTRIP
-        if "</s>" in vocab.ids:
-            vocab.attrs[vocab.ids["</s>"]] |= RSTRIP
-        for text in ("<unk>", "<s>", "<|endoftext|>"):
-            if text in vocab.ids:
-                vocab.attrs[vocab.ids[text]] &= ~RSTRIP
+        vocab.rstrip = {*vocab.special(), *([vocab.ids["</s>"]] if "</s>" in vocab.ids else [])}
+        vocab.rstrip -= {vocab.ids[text] for text in ("<unk>", "<s>", "<|endoftext|>") if text in vocab.ids}
     elif "modern-bert" in name and "[MASK]" in vocab.ids:
         vocab.attrs[vocab.ids["[MASK]"]] |= LSTRIP
 
