@@ -213,11 +213,11 @@ _EXPLANATIONS: tuple[tuple[str, _Explanation], ...] = (
     (r"(?i)connection broken by|Max retries exceeded|ConnectionError|ReadTimeoutError|Temporary failure in name resolution|ProxyError",
      lambda what, found: f"no package index could be reached to download {what}; check the network, or {_SETTINGS}"),
     (r"from versions: none",
-     lambda what, found: f"the package index has no package that fits {what}; {_SETTINGS}"),
+     lambda what, found: f"no package index that pip can reach has {what}; {_SETTINGS}"),
     (r"from versions: ([^)]*)\)",
      lambda what, found: f"the package index has {found[1][:100]} of the package, and not {what}; {_SETTINGS}"),
     (r"No matching distribution found",
-     lambda what, found: f"the package index has no package that fits {what}; {_SETTINGS}"),
+     lambda what, found: f"no package index that pip can reach has {what}; {_SETTINGS}"),
 )
 
 
