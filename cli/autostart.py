@@ -35,7 +35,7 @@ def connect(where: Address | None = None, *, start: bool = True, say: Callable[[
             if not where.here:
                 raise Unreachable(f"nobody answers at {where.url}; is localrun running there?")
             if not start:
-                raise Unreachable(f"localrun is not running at {where.url} (start it: localrun serve)")
+                raise Unreachable(f"localrun is not running at {where.url} (start it: localrun serve)", refused=True)
             _start_once(client, say or (lambda text: None))
     except BaseException:
         client.close()
@@ -110,7 +110,7 @@ def _start(client: Client, folder: Path) -> None:
 
 def daemon_command() -> list[str]:
     """-P: the folder it happens to start in is not searched for modules."""
-    return [sys.executable, "-P", "-m", "localrun", "serve", "--idle-exit", str(IDLE_EXIT_SECONDS)]
+    return [sys.executable, "-P", "-m", "localrun", "serve"]
 
 
 def _detached(command: list[str], folder: Path, log: int) -> subprocess.Popen[bytes]:
@@ -128,7 +128,7 @@ def _detached(command: list[str], folder: Path, log: int) -> subprocess.Popen[by
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=for_daemon(Path(localrun.__file__).resolve().parent.parent),
+                env=for_daemon(Path(localrun.__file__).resolve().parent.parent, IDLE_EXIT_SECONDS),
                 start_new_session=True,
                 creationflags=flags,
             )

@@ -106,9 +106,10 @@ def state_folder() -> Path:
     return folder
 
 
-def for_daemon(package_root: Path) -> dict[str, str]:
-    """The environment of a daemon that does not run in this folder: paths made absolute, the package found again."""
-    environment = dict(os.environ)
+def for_daemon(package_root: Path, idle_exit: float) -> dict[str, str]:
+    """The environment of a daemon that does not run in this folder: paths made absolute, the package found again, and an end after
+    `idle_exit` idle seconds unless a person set another."""
+    environment = {"LOCALRUN_IDLE_EXIT": str(idle_exit), **os.environ}
     for name in FOLDERS:
         if environment.get(name):
             environment[name] = str(Path(environment[name]).expanduser().absolute())

@@ -32,7 +32,7 @@ def chat(client: Client, session: Session, show: Show) -> None:
     """Until /bye or Ctrl-D. An error of one answer is shown and does not end the chat."""
     context = slash.Context(client, session, show, load_session=lambda name: open_session(client, name))
     editor = Editor(context)
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), silent_keys():
         load(client, session.request([]), show)
     for message in session.info.get("messages") or []:
         context.say((PROMPT if message.get("role") == "user" else "") + str(message.get("content", "")) + "\n")

@@ -61,7 +61,13 @@ def test_our_variable_goes_before_ollamas(monkeypatch: pytest.MonkeyPatch) -> No
 def test_relative_folders_reach_the_daemon_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALRUN_MODELS", "here/models")
-    assert environment.for_daemon(tmp_path)["LOCALRUN_MODELS"] == str(tmp_path / "here" / "models")
+    assert environment.for_daemon(tmp_path, 600)["LOCALRUN_MODELS"] == str(tmp_path / "here" / "models")
+
+
+def test_idle_exit_is_the_persons_if_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert environment.for_daemon(tmp_path, 600)["LOCALRUN_IDLE_EXIT"] == "600"
+    monkeypatch.setenv("LOCALRUN_IDLE_EXIT", "0")
+    assert environment.for_daemon(tmp_path, 600)["LOCALRUN_IDLE_EXIT"] == "0"
 
 
 @pytest.mark.parametrize(("value", "kept"), [("", True), ("0", True), ("false", True), ("1", False), ("true", False)])
