@@ -49,6 +49,11 @@ class TooSlow(BadRequest):
     code = "timeout"
 
 
+class ShuttingDown(LocalrunError):
+    status = 503
+    code = "shutting_down"
+
+
 class ClientGone(Exception):
     """Nobody is there any more to answer."""
 
@@ -88,10 +93,10 @@ class Exchange(Response):
                     watcher = asyncio.create_task(self._watch(task))
                 await self._handler(self, body)
         except asyncio.CancelledError:
-            if not self._gone:
-                await self._cut_short()
-                raise
+            # Either the client went, or the server ends and could not wait any longer.
             task.uncancel()
+            if not self._gone:
+                await self._fail(ShuttingDown("the server is shutting down"))
         except ClientGone:
             self._gone = True
         except LocalrunError as error:
@@ -223,11 +228,6 @@ class Exchange(Response):
                 await self.end(b"data: [DONE]\n\n" if self._framing == "sse" else b"")
         except ClientGone:
             self._gone = True
-
-    async def _cut_short(self) -> None:
-        """The server is going down and could not wait."""
-        with contextlib.suppress(Exception):
-            await self._fail(LocalrunError("the server is shutting down"))
 
     def _note(self) -> None:
         line = {

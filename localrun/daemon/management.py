@@ -19,7 +19,7 @@ from localrun.daemon.exchange import Exchange
 from localrun.daemon.guard import own_addresses
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
-from localrun.store import CreateSpec, PullProgress, StoredModel, spec_from_modelfile
+from localrun.store import CreateSpec, PullProgress, StoredModel, modelfile, spec_from_modelfile
 from localrun.store.blobs import Blobs, DigestMismatch
 from localrun.store.names import Name, check_digest
 
@@ -27,6 +27,9 @@ API_VERSION = "0.12.11"
 """The version of Ollama's API that clients may expect; some switch features on by it."""
 
 SERVER = "localrun"
+
+NO_FOLDER = Path(__file__) / "nothing"
+"""Where relative paths of clients on other machines lead: nowhere."""
 
 PARTS_WAITING = 64
 """Of an upload that comes faster than the disk writes."""
@@ -74,6 +77,7 @@ async def ps(x: Exchange, body: None) -> None:
                 "num_thread": loaded.num_thread,
                 "isa": loaded.isa,
                 "pid": resident.runner.pid,
+                "running": resident.runner.busy,
             }
         size = loaded.weight_bytes + loaded.kv_bytes if loaded else stored.size
         context = min(loaded.n_ctx_train, loaded.kv_tokens) if loaded else 0
@@ -127,9 +131,11 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
     if body.modelfile:
         if body.from_ or body.files:
             raise BadRequest("modelfile takes the place of from and files; send one of them", param="modelfile")
-        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if body.folder else Path.cwd())
-        if spec.gguf is not None and not (body.folder and Path(body.folder).is_absolute()):
-            raise BadRequest("folder: FROM with a path needs the absolute path of the Modelfile's folder", param="folder")
+        if not local and any(one.name == "from" and Path(one.value).is_absolute() for one in modelfile.parse(body.modelfile)):
+            raise BadRequest("paths are taken from clients on this machine only; send the file to /api/blobs first", param="modelfile")
+        if local and not Path(body.folder).is_absolute():
+            raise BadRequest("folder: the absolute path of the Modelfile's folder is needed", param="folder")
+        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if local else NO_FOLDER)
         origin: dict[str, Any] = {"from_name": spec.from_name, "gguf": spec.gguf, "gguf_digest": spec.gguf_digest}
     else:
         spec = CreateSpec()

@@ -178,6 +178,7 @@ class Runner:
         self._loading: asyncio.Future[Loaded] | None = None
         self._on_progress: Progress | None = None
         self._stopping = False
+        self._listens = False
         self._spawning: asyncio.Future[None] | None = None
         self._exit_code: int | None = None
         self.gone = asyncio.Event()
@@ -229,7 +230,9 @@ class Runner:
         process = self._process
         if process is not None:
             self._outbox.put(Shutdown())
-            for patience, harder in zip(STOP_S, (process.terminate, process.kill, None), strict=True):
+            # One that is still loading does not listen yet, and has nothing to finish.
+            patiences = STOP_S if self._listens else (0.0, *STOP_S[1:])
+            for patience, harder in zip(patiences, (process.terminate, process.kill, None), strict=True):
                 try:
                     await asyncio.wait_for(self.gone.wait(), patience)
                     break
@@ -261,6 +264,7 @@ class Runner:
             if self._on_progress is not None:
                 self._on_progress(event)
         elif isinstance(event, Loaded):
+            self._listens = True
             if self._loading is not None and not self._loading.done():
                 self._loading.set_result(event)
         elif isinstance(event, Failed) and not event.request_id:

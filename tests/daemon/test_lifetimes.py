@@ -1,0 +1,259 @@
+"""What lives how long: requests whose client goes, models after their last request, runners that die, and nothing after the daemon."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import fakes
+from tests.daemon import serving
+from tests.daemon.serving import Daemon, saying
+
+HI = [{"role": "user", "content": "hi"}]
+LONG = "word " * 3000
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Fails when `condition` has not come true in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def chat(running: Daemon, **more: Any) -> dict[str, Any]:
+    response = running.http.post("/api/chat", json={"model": "tiny", "messages": HI, "stream": False, **more})
+    answer: dict[str, Any] = response.json()
+    return answer | {"status": response.status_code}
+
+
+def load_slowly(load: Any, progress: Any, *, gate: str) -> Any:
+    """Loads when the file `gate` exists, telling of progress until then."""
+    steps = 0
+    while not Path(gate).exists():
+        time.sleep(0.02)
+        steps += 1
+        progress("waiting at the gate", steps, 10_000)
+    return fakes.load_scripted(load, progress, reply="loaded")
+
+
+def load_silently(load: Any, progress: Any) -> Any:
+    """A load that hangs."""
+    time.sleep(600)
+
+
+# ---- clients that go ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": HI}),
+        ("/api/chat", {"messages": HI, "stream": False}),
+        ("/api/generate", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": HI, "stream": True}),
+        ("/v1/chat/completions", {"messages": HI, "n": 2}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+    ],
+)
+def test_a_client_that_goes_stops_its_generation(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    with serving.daemon(tmp_path, saying(LONG, delay=0.01)) as running:
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as client:
+            send(client, path, {"model": "tiny", **body})
+            wait_until(lambda: any(one.get("running") for one in running.loaded()))
+        wait_until(lambda: running.loaded()[0]["requests"] == 0 and running.loaded()[0]["running"] == 0, 5)
+
+
+def test_a_client_that_goes_while_the_model_loads_leaves_nothing_behind(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with serving.daemon(tmp_path, functools.partial(load_slowly, gate=str(gate))) as running:
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as client:
+            send(client, "/api/chat", {"model": "tiny", "messages": HI})
+            wait_until(lambda: running.loaded() and running.loaded()[0]["requests"] == 1)
+        wait_until(lambda: running.loaded()[0]["requests"] == 0, 5)
+        wait_until(lambda: running.loaded()[0]["status"] == "waiting at the gate")
+        gate.touch()
+        # the load goes on, and the model stays for its keep_alive
+        wait_until(lambda: "kv_tokens" in running.loaded()[0])
+        assert chat(running)["message"]["content"] == "loaded"
+
+
+def send(client: socket.socket, path: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+# ---- models that stay and go --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_goes_when_its_keep_alive_is_over(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path) as running:
+        assert chat(running, keep_alive="300ms")["status"] == 200
+        assert len(running.loaded()) == 1
+        wait_until(lambda: running.loaded() == [], 10)
+        assert chat(running, keep_alive=0)["status"] == 200
+        wait_until(lambda: running.loaded() == [], 10)
+
+
+def test_keep_alive_counts_from_the_end_of_the_last_request(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, saying("word " * 40, delay=0.02)) as running:
+        assert chat(running, keep_alive="50ms")["status"] == 200  # takes 4 s: it would be gone in the middle of it
+        wait_until(lambda: running.loaded() == [], 10)
+
+
+def test_expires_at_says_when(tmp_path: Path) -> None:
+    from datetime import UTC, datetime
+
+    with serving.daemon(tmp_path, keep_alive=60.0) as running:
+        for keep_alive, seconds in ((None, 60), ("90", 90), (30, 30), ("2m", 120)):
+            chat(running, **({} if keep_alive is None else {"keep_alive": keep_alive}))
+            left = (datetime.fromisoformat(running.loaded()[0]["expires_at"]) - datetime.now(UTC)).total_seconds()
+            assert seconds - 5 < left <= seconds
+        for for_ever in (-1, "-1", "-5m"):
+            chat(running, keep_alive=for_ever)
+            assert datetime.fromisoformat(running.loaded()[0]["expires_at"]).year > datetime.now(UTC).year + 50
+
+
+def test_the_idle_model_used_least_lately_makes_room(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, max_loaded_models=2) as running:
+        for name in ("a", "b", "c"):
+            running.add_model(name, serving.tiny_gguf(**{"general.note": ("string", name)}))
+        for name in ("a", "b", "a", "c"):
+            assert chat(running, model=name)["status"] == 200
+        assert sorted(one["name"] for one in running.loaded()) == ["a:latest", "c:latest"]
+
+
+def test_a_model_in_use_is_not_sent_away_and_the_newcomer_waits(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, saying("word " * 30, delay=0.02), max_loaded_models=1) as running:
+        running.add_model("other", serving.tiny_gguf(**{"general.note": ("string", "other")}))
+        answers: list[dict[str, Any]] = []
+        first = threading.Thread(target=lambda: answers.append(chat(running)))
+        first.start()
+        wait_until(lambda: running.loaded() and running.loaded()[0]["requests"] == 1)
+        second = chat(running, model="other", options={"num_predict": 2})
+        assert answers and answers[0]["status"] == second["status"] == 200
+        first.join()
+        assert [one["name"] for one in running.loaded()] == ["other:latest"]
+
+
+def test_models_with_one_file_share_a_runner(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path) as running:
+        running.add_model("twin", system="be brief")
+        chat(running)
+        pid = running.loaded()[0]["pid"]
+        chat(running, model="twin")
+        assert [(one["name"], one["pid"]) for one in running.loaded()] == [("twin:latest", pid)]
+
+
+def test_another_number_of_threads_loads_the_model_again(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path) as running:
+        chat(running)
+        pid, threads = running.loaded()[0]["pid"], running.loaded()[0]["num_thread"]
+        chat(running, options={"num_thread": threads})
+        assert running.loaded()[0]["pid"] == pid
+        chat(running, options={"num_thread": threads + 2})
+        assert running.loaded()[0]["pid"] != pid
+
+
+def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with serving.daemon(tmp_path, functools.partial(load_slowly, gate=str(gate)), max_queue=2) as running:
+        waiting = [threading.Thread(target=chat, args=(running,)) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: running.loaded() and running.loaded()[0]["requests"] == 2)
+        response = running.http.post("/api/chat", json={"model": "tiny", "messages": HI})
+        assert response.status_code == 503
+        assert response.json()["error"] == "server busy, please try again.  maximum pending requests exceeded"
+        assert response.headers["retry-after"] == "1"
+        gate.touch()
+        for thread in waiting:
+            thread.join(20)
+
+
+# ---- loads that fail ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_says_why_and_the_next_request_tries_again(tmp_path: Path) -> None:
+    hook = functools.partial(fakes.load_failing, message="the weights are upside down")
+    with serving.daemon(tmp_path, hook) as running:
+        for _ in range(2):
+            answer = chat(running)
+            assert answer["status"] == 500
+            assert "the weights are upside down" in answer["error"]
+        assert running.loaded() == []
+
+
+def test_a_load_that_makes_no_progress_is_given_up(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, load_silently, load_timeout=0.5) as running:
+        answer = chat(running)
+        assert answer["status"] == 500
+        assert answer["error"] == "timed out waiting for tiny:latest to load: no progress for 0.5 seconds"
+        wait_until(lambda: running.loaded() == [], 20)
+
+
+def test_a_damaged_file_is_refused_with_its_fault(daemon: Daemon) -> None:
+    daemon.add_model("damaged", serving.tiny_gguf()[:200])
+    response = daemon.http.post("/api/show", json={"model": "damaged"})
+    assert response.status_code == 500
+    assert "Traceback" not in response.text and response.json()["error"].count("\n") == 0
+    assert daemon.http.get("/api/tags").status_code == 200
+    assert daemon.http.request("DELETE", "/api/delete", json={"model": "damaged"}).status_code == 200
+
+
+# ---- runners that die ---------------------------------------------------------------------------------------------------------
+
+
+def test_kill_9_fails_the_waiting_and_the_next_request_has_a_fresh_runner(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, saying(LONG, delay=0.01)) as running:
+        lines: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
+        streamed = threading.Thread(target=lambda: lines.extend(running.lines("/api/chat", {"model": "tiny", "messages": HI})))
+        whole = threading.Thread(target=lambda: answers.append(chat(running)))
+        for thread in (streamed, whole):
+            thread.start()
+        wait_until(lambda: running.loaded() and running.loaded()[0].get("running") == 2)
+        pid = running.loaded()[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        for thread in (streamed, whole):
+            thread.join(10)
+            assert not thread.is_alive()
+        assert answers[0]["status"] == 500
+        assert answers[0]["error"].startswith("model runner has unexpectedly stopped, this may be due to resource limitations")
+        assert "SIGKILL" in answers[0]["error"]
+        assert set(lines[-1]) == {"error"} and lines[-1]["error"] == answers[0]["error"]
+        assert all(line["done"] is False for line in lines[:-1])
+        again = chat(running, options={"num_predict": 3})
+        assert again["status"] == 200 and running.loaded()[0]["pid"] != pid
+
+
+def test_a_crash_in_a_forward_pass_is_the_same(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, functools.partial(fakes.load_crashing, after_passes=4)) as running:
+        answer = chat(running)
+        assert answer["status"] == 500 and "(exit code 139)" in answer["error"]
+        response = running.http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI, "stream": True})
+        assert response.status_code == 200
+        *_, error, done = response.text.strip().split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "runner_died"
+        assert done == "data: [DONE]"
+
+
+def test_a_runner_that_does_not_listen_is_ended_all_the_same(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path) as running:
+        chat(running)
+        pid = running.loaded()[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert time.monotonic() - began < 20
