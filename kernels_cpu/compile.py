@@ -151,7 +151,7 @@ def _fingerprint() -> str:
     from importlib.metadata import version
 
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     digest.update(repr((version("numba"), llvmlite.__version__, sys.platform, sys.maxsize)).encode())

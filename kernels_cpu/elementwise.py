@@ -1,12 +1,6 @@
 """Everything that works on one token's row: embedding, norms, activation functions, rotary positions, quantizing activations.
 
-A chunk is one row. Rows are float32 with room up to a multiple of 16, the rest zero. Quantized activations of a row of n values:
-
-    kind '256'  n / 256 blocks of SUPER bytes (matmul.py)
-    kind '32'   n int8, room up to a multiple of 64, then n / 32 times META bytes
-    kind 'f'    the floats
-
-A scale is d = max|x| / 127, a quant rint(x * (127 / max|x|)), ties to even.
+A chunk is one row. Rows are float32 with room up to a multiple of 16, the rest zero; quantizing them is in activations.py.
 """
 
 from __future__ import annotations
@@ -18,109 +12,27 @@ import numpy as np
 
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu import math
+from localrun.kernels_cpu.activations import give
 from localrun.kernels_cpu.isa import Isa
-from localrun.kernels_cpu.matmul import META, SUPER
 from localrun.kernels_cpu.rows import row_reader
 from localrun.kernels_cpu.simd import (
     f32_from_bits,
-    f32_to_i32,
     fma,
-    i32_to_f32,
-    i32_to_i8,
     lanes_below,
     load_f32,
     load_f32x16,
     load_i32,
     load_i64,
-    max_f32,
-    pick,
     shuffle,
     splat_f32,
-    splat_i32,
     store,
     store_scalar,
     sum_f32,
-    sum_i32,
-    vabs,
-    vmax,
-    vround,
     vsqrt,
     where,
-    zeros_f32,
-    zeros_i32,
 )
 
 f = numba.float32
-i32 = numba.int32
-
-
-@numba.njit
-def _scale(peak: Any, target: int) -> Any:
-    """Writes d = peak / 127 and returns 127 / peak in all lanes (0 for a row of zeros)."""
-    store_scalar(target, f(peak / f(127.0)))
-    inverse = f(0.0)
-    if peak > f(0.0):
-        inverse = f(127.0) / peak
-    return splat_f32(inverse)
-
-
-@numba.njit
-def _quants(source: int, inverse: Any, target: int) -> Any:
-    """Sixteen quants written; returns them as i32x16."""
-    q = f32_to_i32(vround(load_f32x16(source) * inverse))
-    store(target, i32_to_i8(q))
-    return q
-
-
-@numba.njit
-def quantize_256(row: int, n: int, out: int) -> None:
-    """n float32 at `row` (n a multiple of 256) to kind '256' at `out`."""
-    for b in range(n >> 8):
-        source = row + b * 1024
-        target = out + b * SUPER
-        peak = vabs(load_f32x16(source))
-        for i in range(1, 16):
-            peak = vmax(peak, vabs(load_f32x16(source + i * 64)))
-        inverse = _scale(max_f32(peak), target + 256)
-        for i in range(8):
-            low = sum_i32(_quants(source + i * 128, inverse, target + i * 32))
-            high = sum_i32(_quants(source + i * 128 + 64, inverse, target + i * 32 + 16))
-            store_scalar(target + 264 + 2 * i, numba.int16(low + high))
-            store_scalar(target + 288 + 4 * i, numba.int16(low))
-            store_scalar(target + 290 + 4 * i, numba.int16(high))
-
-
-@numba.njit
-def quantize_32(row: int, n: int, out: int) -> None:
-    """n float32 at `row` (n a multiple of 32) to kind '32' at `out`."""
-    meta = out + ((n + 63) & -64)
-    for b in range(n >> 5):
-        source = row + b * 128
-        target = meta + b * META
-        peak = max_f32(vmax(vabs(load_f32x16(source)), vabs(load_f32x16(source + 64))))
-        inverse = _scale(peak, target)
-        total = sum_i32(_quants(source, inverse, out + b * 32) + _quants(source + 64, inverse, out + b * 32 + 16))
-        store_scalar(target + 4, f(load_f32(target) * f(total)))
-        store_scalar(target + 8, i32(total * -8))
-        store_scalar(target + 12, i32(total * -16))
-        store_scalar(target + 16, i32(total * -128))
-
-
-@numba.njit
-def _give(row: int, n: int, args: int, t: int) -> None:
-    """Quantizes a finished row for whoever reads it. args: address and row stride of each of '256', '32', 'f'; address 0: nobody does."""
-    to_256 = load_i64(args)
-    if to_256:
-        quantize_256(row, n, to_256 + t * load_i64(args + 8))
-    to_32 = load_i64(args + 16)
-    if to_32:
-        quantize_32(row, n, to_32 + t * load_i64(args + 24))
-    to_f = load_i64(args + 32)
-    if to_f:
-        target = to_f + t * load_i64(args + 40)
-        if target != row:
-            for i in range((n + 15) >> 4):
-                store(target + i * 64, load_f32x16(row + i * 64))
 
 
 @numba.njit
@@ -159,7 +71,7 @@ def norm(isa: Isa) -> Any:
     """Kernel: a row's norm, quantized for its readers.
 
     args: 0 x, 1 its row stride, 2 n, 3 weight (0: all ones), 4 eps (float bits), 5 norm (0 none, 1 RMS, 2 layer), 6 bias, 7 scratch float32 rows,
-    8 their stride, 9.. readers (see _give), 15 offset in the head of the row numbers (0: row t is row t).
+    8 their stride, 9.. readers (see give), 15 offset in the head of the row numbers (0: row t is row t).
     RMS norm: x * weight / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
     """
 
@@ -185,7 +97,7 @@ def norm(isa: Isa) -> Any:
                 store(row + i * 64, v)
         else:
             row = source
-        _give(row, n, args + 72, t)
+        give(row, n, args + 72, t)
 
     return kernel
 
@@ -212,7 +124,7 @@ def norm_add(isa: Isa) -> Any:
 def gated(isa: Isa, activation: str) -> Any:
     """Kernel: act(gate) * up, quantized for its readers; `activation` is a function of math.py.
 
-    args: 0 gate (overwritten), 1 up, 2 their row stride, 3 n, 4.. readers (see _give).
+    args: 0 gate (overwritten), 1 up, 2 their row stride, 3 n, 4.. readers (see give).
     """
     act = getattr(math, activation)
 
@@ -223,7 +135,7 @@ def gated(isa: Isa, activation: str) -> Any:
         n = load_i64(args + 24)
         for i in range((n + 15) >> 4):
             store(gate + i * 64, act(load_f32x16(gate + i * 64)) * load_f32x16(up + i * 64))
-        _give(gate, n, args + 32, t)
+        give(gate, n, args + 32, t)
 
     return kernel
 

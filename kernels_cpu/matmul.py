@@ -8,7 +8,7 @@ The order of operations of one result is the same in every tile, so a token's bi
     kind '32'    for each block: acc = fma(dot * dx, d, acc); with mins: acc = fma(m, dx * sum(x), acc)
     kind 'f'     four partial sums over k mod 4, each by fma, added as (p0 + p1) + (p2 + p3)
 
-Activations are quantized by elementwise.py; their layout is there.
+Activations are quantized by activations.py; their layout is there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import numba
 
+from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.pack import PACKINGS, group_packer
-from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.simd import (
     bits_f32,
     bytes_of,
@@ -32,11 +33,9 @@ from localrun.kernels_cpu.simd import (
     load_i16x16,
     load_i64,
     load_u8x64,
-    pick,
     sar,
     splat_f32,
     splat_i32,
-    store,
     tile_fma,
     tile_mul,
     tile_scale_add,
@@ -52,11 +51,6 @@ from localrun.kernels_cpu.simd import (
     zeros_f32,
     zeros_i32,
 )
-
-SUPER = 320
-"""Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
-META = 20
-"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then -8, -16, -128 times sum, int32."""
 
 # ---- tiles of kind '256' ------------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu.activations import META, SUPER
 from localrun.kernels_cpu.compile import KernelSpec
-from localrun.kernels_cpu.matmul import META, SUPER
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.weights import Vector, Weight, Weights
 
