@@ -17,6 +17,7 @@ from localrun.cli.session import Session
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.filters import Filter
     from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
@@ -34,8 +35,7 @@ def chat(client: Client, session: Session, show: Show) -> None:
     editor = Editor(context)
     with contextlib.suppress(KeyboardInterrupt), silent_keys():
         load(client, session.request([]), show)
-    for message in session.info.get("messages") or []:
-        context.say((PROMPT if message.get("role") == "user" else "") + str(message.get("content", "")) + "\n")
+    context.say_messages(session.info.get("messages") or [])
     while True:
         try:
             line = editor.read()
@@ -76,11 +76,12 @@ class Editor:
 
         self._history = _history_file() if keeps_history() else None
         context.write_history = self._write_history
+        unfinished = Condition(lambda: is_open(self._prompt.default_buffer.text))
         self._prompt: PromptSession[str] = PromptSession(
             history=self._history_for(self._history is not None),
-            multiline=Condition(lambda: is_open(self._prompt.default_buffer.text)),
+            multiline=unfinished,
             prompt_continuation=lambda width, number, wrapped: "" if wrapped else CONTINUED,
-            key_bindings=_keys(),
+            key_bindings=_keys(unfinished),
             complete_while_typing=False,
             enable_open_in_editor=True,
             tempfile_suffix=".md",
@@ -145,7 +146,7 @@ def _history_file() -> Path:
     return path
 
 
-def _keys() -> KeyBindings:
+def _keys(unfinished: Filter) -> KeyBindings:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -163,6 +164,7 @@ def _keys() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.open_in_editor()
 
+    @keys.add("enter", filter=unfinished)  # the editor's own would repeat the indentation, also in front of closing quotes
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from localrun.cli.answer import Show, load
-from localrun.cli.client import Client, CliError, DaemonError
+from localrun.cli.client import Client, CliError, DaemonError, Json
 from localrun.cli.models import SECTIONS, print_list, show_section, show_text
 from localrun.cli.progress import follow
+from localrun.cli.render import printable
 from localrun.cli.session import Session, parse_think
 
 HELP = """\
@@ -101,6 +102,12 @@ class Context:
     def say(self, text: str) -> None:
         self.show.out.write(text if text.endswith("\n") else text + "\n")
         self.show.out.flush()
+
+    def say_messages(self, messages: list[Json]) -> None:
+        """Shows what was said before this chat."""
+        for message in messages:
+            content = printable(str(message.get("content", "")))
+            self.say(f">>> {content}" if message.get("role") == "user" else f"{content}\n\n")
 
 
 def run(line: str, context: Context) -> bool:
@@ -209,8 +216,7 @@ def _load(context: Context, rest: str) -> None:
     fresh = context.load_session(rest)
     load(context.client, fresh.request([]), context.show)
     context.session.__dict__.update(fresh.__dict__)
-    for message in fresh.info.get("messages") or []:
-        context.say((">>> " if message.get("role") == "user" else "") + str(message.get("content", "")) + "\n")
+    context.say_messages(fresh.info.get("messages") or [])
 
 
 def _save(context: Context, rest: str) -> None:
