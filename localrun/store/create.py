@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from localrun.errors import BadRequest, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, modelfile, parameters
+from localrun.store import catalogue, describe, modelfile, parameters
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.modelfile import Instruction
 from localrun.store.names import Name, check_digest
@@ -132,33 +132,34 @@ def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancell
         return _from_stored(store, spec.from_name, progress, cancelled)
     progress(PullProgress("parsing GGUF"))
     if spec.gguf:
-        digest = _take_in(store, spec.gguf, spec.copy, progress)
+        digest, config = _take_in(store, spec.gguf, spec.copy, progress)
     else:
         digest = check_digest(spec.gguf_digest or "")
         if not store.blobs.has(digest):
             raise BadRequest(f"blob {digest} is not in the store; send it first", param="files")
+        config = store.config_of(digest)
     store.blobs.unchanged(digest)
-    config = store.config_of(digest)
     progress(PullProgress(f"using existing layer {digest}"))
     return config, {"model": [Layer(f"{LAYER_TYPE}model", digest, store.blobs.size(digest))]}
 
 
-def _take_in(store: Store, path: Path, copy: bool, progress: Progress) -> str:
-    """Digest of the blob for the GGUF file at `path`. Messages name the file as it was given."""
+def _take_in(store: Store, path: Path, copy: bool, progress: Progress) -> tuple[str, dict[str, Any]]:
+    """Digest of the blob for the GGUF file at `path`, and the config. Messages name the file as it was given."""
     if path.is_dir():
         raise Unsupported(f"{path} is a folder; only GGUF files can be imported, and safetensors not yet", param="from")
     try:
         with open_gguf(path) as gguf:
             if gguf.metadata.get("split.count", 1) > 1:
                 raise Unsupported(f"{path.name} is one part of a split model; merge the parts into one file first", param="from")
+            config = describe.config_of(gguf)
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
     if path.resolve().parent == store.blobs.folder.resolve():
         # a path that `show --modelfile` printed
-        return check_digest(path.name)
+        return check_digest(path.name), config
     status = f"reading {path.name}"
     digest, _ = store.blobs.adopt(path, copy=copy, progress=lambda done, size: progress(PullProgress(status, None, size, done)))
-    return digest
+    return digest, config
 
 
 def _from_stored(store: Store, name: str, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:

@@ -105,7 +105,7 @@ class _Reader:
                 return None
             if self.text[self.at] == "#":
                 self._skip(_LINE)
-            if not self._skip(_BREAK):
+            elif not self._skip(_BREAK):
                 break
         start = self.at
         name = self._word().lower()

@@ -231,7 +231,8 @@ class Store:
             with open_gguf(self.blobs.path(digest)) as gguf:
                 return describe.config_of(gguf)
         except ModelFileError as error:
-            raise ModelFileRejected(str(error)) from error
+            # the file's own name, a digest, says nothing to people
+            raise ModelFileRejected(f"the model file {digest}: {error.field or 'file'}: {error.problem}") from error
 
     def commit(self, name: Name, config: dict[str, Any], layers: Layers) -> Manifest:
         """Writes the manifest that makes these blobs the model `name`, and drops what only its predecessor needed.

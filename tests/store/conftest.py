@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.models.build import Builder, Tensor
 def tiny_gguf(name: str = "tiny", padding: int = 0) -> bytes:
     """A sound GGUF file of family llama; `padding` bytes of weights make it larger."""
     rows = 1 + padding // (32 * 4)
-    keys = [
+    keys: list[Any] = [
         ("general.architecture", "string", "llama"),
         ("general.name", "string", name),
         ("llama.context_length", "uint32", 2048),

@@ -116,7 +116,8 @@ def test_full_disk_is_one_clear_line(blobs: Blobs) -> None:
     digest = digest_of(b"never")
     blobs.partial(digest).parent.mkdir(parents=True)
     blobs.partial(digest).symlink_to("/dev/full")
-    with pytest.raises(DiskFull, match=r"^cannot write the model: no space left on the disk that holds [^\n]+$"), blobs.receive(digest) as writer:
+    line = r"^cannot write the model: no space left on the disk that holds [^\n]+$"
+    with pytest.raises(DiskFull, match=line), blobs.receive(digest) as writer:
         writer.write(b"x" * (1 << 20))
         writer.flush()
     assert not blobs.has(digest)
@@ -183,7 +184,8 @@ def test_changed_file_is_noticed_and_can_be_taken_in_again(blobs: Blobs, tmp_pat
         pytest.skip("this file system clones files")
     with source.open("ab") as file:
         file.write(b"b")
-    with pytest.raises(ModelFileRejected, match=r"w\.gguf, which the model was created from, has changed since \(it had 100 bytes, now 101"):
+    line = r"w\.gguf, which the model was created from, has changed since \(it had 100 bytes, now 101"
+    with pytest.raises(ModelFileRejected, match=line):
         blobs.unchanged(digest)
     assert not blobs.verify(digest)
     source.unlink()

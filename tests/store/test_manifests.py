@@ -29,7 +29,8 @@ def body(**changes: Any) -> dict[str, Any]:
 
 
 def test_built_manifest_byte_for_byte() -> None:
-    manifest = Manifest.build(Layer(CONFIG_TYPE, DIGEST, 5), [Layer(f"{LAYER_TYPE}model", DIGEST, 7), Layer(f"{LAYER_TYPE}system", DIGEST, 1)])
+    layers = [Layer(f"{LAYER_TYPE}model", DIGEST, 7), Layer(f"{LAYER_TYPE}system", DIGEST, 1)]
+    manifest = Manifest.build(Layer(CONFIG_TYPE, DIGEST, 5), layers)
     assert manifest.raw == (
         b'{"schemaVersion":2,"mediaType":"application/vnd.docker.distribution.manifest.v2+json",'
         b'"config":{"mediaType":"application/vnd.docker.container.image.v1+json","digest":"sha256:' + HEX.encode() + b'","size":5},'
@@ -75,8 +76,10 @@ def test_unsound_manifests(changes: dict[str, Any], problem: str) -> None:
         Manifest.parse(json.dumps(body(**changes)).encode(), "where")
 
 
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(
-    lambda value: json.dumps(value).encode()))  # fmt: skip
+JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_manifest_or_one_line(raw: bytes) -> None:
     try:
         Manifest.parse(raw, "x")

@@ -99,8 +99,8 @@ def test_digests() -> None:
     "text",
     [
         "", HEX, "sha256:", f"sha256:{HEX[:-1]}", f"sha256:{HEX}0", f"sha256:{HEX.upper()}", f"sha256:{HEX[:-1]}g", f"md5:{HEX}",
-        f"sha256:{HEX}\n", f"sha256:../../{HEX[6:]}", "sha256:../../../etc/passwd", f"sha256/{HEX}", f" sha256:{HEX}", f"sha256:{HEX[:-1]}\0",
-        f"/sha256:{HEX}", "sha256:" + "０" * 64,
+        f"sha256:{HEX}\n", f"sha256:../../{HEX[6:]}", "sha256:../../../etc/passwd", f"sha256/{HEX}", f" sha256:{HEX}",
+        f"sha256:{HEX[:-1]}\0", f"/sha256:{HEX}", "sha256:" + "０" * 64,
     ],
 )  # fmt: skip
 def test_texts_that_are_no_digests(text: str, tmp_path: Path) -> None:

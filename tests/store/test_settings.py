@@ -153,7 +153,8 @@ def test_durations_add_up(parts: list[tuple[int, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"), [(0, 0), (300, 300), (2.5, 2.5), (-1, FOREVER), ("5m", 300), ("-1", FOREVER), ("-5m", FOREVER), ("0", 0), ("90", 90)]
+    ("value", "seconds"),
+    [(0, 0), (300, 300), (2.5, 2.5), (-1, FOREVER), ("5m", 300), ("-1", FOREVER), ("-5m", FOREVER), ("0", 0), ("90", 90)],
 )
 def test_keep_alive(value: object, seconds: float) -> None:
     assert parse_keep_alive(value) == seconds

