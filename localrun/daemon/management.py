@@ -28,7 +28,7 @@ API_VERSION = "0.12.11"
 
 SERVER = "localrun"
 
-NO_FOLDER = Path(__file__) / "nothing"
+NO_FOLDER = Path("not-on-the-server")
 """Where relative paths of clients on other machines lead: nowhere."""
 
 PARTS_WAITING = 64

@@ -1,0 +1,25 @@
+"""A daemon as a process of its own, with a scripted model: `python program.py FOLDER [seconds until it ends when idle]`. Prints its port."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from localrun.daemon.serve import serve
+from localrun.settings import Settings
+from localrun.store import Store
+from tests import fakes
+from tests.daemon.serving import add_model
+
+
+def ready(host: str, port: int) -> None:
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    settings = Settings(port=0, models=folder / "models", cache=folder / "cache", idle_exit=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    add_model(Store(settings.models), "tiny")
+    serve(settings, ready=ready, load=functools.partial(fakes.load_scripted, reply="word " * 3000, delay=0.01), warm=False)

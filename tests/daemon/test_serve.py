@@ -1,0 +1,199 @@
+"""The daemon as a program: who has the port, how it ends, and that nothing is left after it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from localrun.daemon.serve import PortTaken, listen
+from localrun.errors import LocalrunError
+from tests.daemon.test_lifetimes import wait_until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+
+
+class Program:
+    """A daemon in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.daemon.program", str(folder), *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        self.port = int(line)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def begin_answer(self) -> socket.socket:
+        """A connection on which an answer is coming."""
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
+        client.sendall(b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        received = b""
+        while b'"response":"w"' not in received:
+            received += client.recv(4096)
+        return client
+
+    def family(self) -> list[psutil.Process]:
+        """All processes below the daemon's."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@contextlib.contextmanager
+def program(folder: Path, *arguments: str) -> Iterator[Program]:
+    running = Program(folder, *arguments)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+        running.process.communicate(timeout=30)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@posix
+def test_kill_9_leaves_no_runner(tmp_path: Path) -> None:
+    with program(tmp_path) as running:
+        client = running.begin_answer()
+        family = running.family()
+        assert len(family) >= 2  # at least the process that runners start from, and a runner
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait(10)
+        wait_until(lambda: gone(family))
+        client.close()
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_it_ends_with_0_in_bounded_time(tmp_path: Path, number: int) -> None:
+    with program(tmp_path) as running:
+        client = running.begin_answer()
+        family = running.family()
+        began = time.monotonic()
+        os.kill(running.process.pid, number)
+        received = b""
+        while part := client.recv(65536):
+            received += part
+        assert b'{"error":"the server is shutting down"}' in received
+        assert running.process.wait(30) == 0
+        assert time.monotonic() - began < 20
+        wait_until(lambda: gone(family))
+        errors = running.process.communicate()[1]
+        assert "Traceback" not in errors
+        client.close()
+
+
+def test_idle_it_ends_itself(tmp_path: Path) -> None:
+    with program(tmp_path, "1.0") as running:
+        for _ in range(6):
+            time.sleep(0.3)
+            assert httpx.get(f"{running.url}/api/version").status_code == 200  # whoever comes puts it off
+        family = running.family()
+        assert running.process.wait(20) == 0
+        wait_until(lambda: gone(family))
+
+
+def test_in_use_it_does_not_end_itself(tmp_path: Path) -> None:
+    with program(tmp_path, "0.5") as running:
+        client = running.begin_answer()
+        time.sleep(1.5)
+        assert running.process.poll() is None
+        client.close()
+        assert running.process.wait(20) == 0
+
+
+# ---- the port -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_localrun_has(tmp_path: Path) -> None:
+    with program(tmp_path) as running, pytest.raises(PortTaken) as caught:
+        listen("127.0.0.1", running.port)
+    text = str(caught.value)
+    assert text.startswith(f"port {running.port} is taken: localrun 0.") and "\n" not in text
+    assert f"LOCALRUN_HOST=127.0.0.1:{running.port + 1}" in text
+
+
+@pytest.mark.parametrize(
+    ("answers", "who"),
+    [
+        ({"/": "Ollama is running", "/api/version": '{"version": "0.5.7"}'}, "Ollama 0.5.7 (process "),
+        ({"/": "Welcome to my shop"}, "another web server (process "),
+        ({"/": "Welcome", "/api/version": "not json"}, "another program (process "),
+    ],
+)
+def test_a_port_that_another_server_has(answers: dict[str, str], who: str) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = answers.get(self.path)
+            self.send_response(200 if text is not None else 404)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(PortTaken) as caught:
+                listen("127.0.0.1", server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
+    assert f": {who}" in str(caught.value)
+
+
+def test_a_port_that_says_nothing() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(PortTaken, match="does not answer as Ollama or localrun do"):
+            listen("127.0.0.1", other.getsockname()[1])
+
+
+def test_an_address_this_machine_has_not() -> None:
+    with pytest.raises(LocalrunError, match="LOCALRUN_HOST"):
+        listen("no-such-host.invalid", 0)
+    with pytest.raises(LocalrunError, match="cannot listen at 192.0.2.1:0"):
+        listen("192.0.2.1", 0)
+
+
+def test_the_program_says_one_line_when_it_cannot_start(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for host, text in ((f"127.0.0.1:{port}", f"Error: port {port} is taken"), ("127.0.0.1:x", "Error: LOCALRUN_HOST: port 'x'")):
+            environment = {**os.environ, "LOCALRUN_HOST": host, "LOCALRUN_MODELS": str(tmp_path)}
+            done = subprocess.run(
+                [sys.executable, "-m", "localrun.daemon"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 1
+            assert done.stderr.splitlines()[-1].startswith(text) and "Traceback" not in done.stderr
+
+
+def test_the_daemon_starts_without_numpy_and_numba() -> None:
+    code = "import sys, localrun.daemon.serve, localrun.daemon.app; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert not {"numpy", "numba", "llvmlite", "tokenizers", "jinja2", "llguidance"} & set(done.stdout.split())
