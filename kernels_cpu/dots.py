@@ -1,4 +1,4 @@
-"""The integer dot products of an instruction set as Numba intrinsics over tiles: one weight vector against several tokens."""
+"""Dot products and table lookup of an instruction set as Numba intrinsics; dot products take one weight vector against several tokens."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ class Dots:
     """tile_dot4(acc, w u8x64 <= 127, x address, stride), tile_dot4_full (w <= 255) and tile_dot2 (w i16x32 pairs, x int16 pairs)."""
 
     def __init__(self, isa: Isa) -> None:
+        self._isa = isa
         self.tile_dot4 = _tile_dot(isa.dot4_us, u8x64)
         self.tile_dot4_full = _tile_dot(isa.dot4_us_full, u8x64)
         self.tile_dot2 = _tile_dot(isa.dot2, i16x32)
+
+    def lookup(self, table: tuple[int, ...]) -> Any:
+        """lookup(index u8x64) -> u8x64: 16 unsigned bytes by index 0..15."""
+        if len(table) != 16 or not all(0 <= value < 256 for value in table):
+            raise ValueError(f"a table is 16 bytes, not {table}")
+        lower = self._isa.lookup
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def look(typingctx: Any, index: Any) -> Any:
+            def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+                return lower(builder, table, args[0])
+
+            return u8x64(u8x64), codegen
+
+        return look

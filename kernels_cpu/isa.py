@@ -17,6 +17,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 Lower = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+Lookup = Callable[[ir.IRBuilder, tuple[int, ...], ir.Value], ir.Value]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Isa:
     name: what LOCALRUN_ISA takes; cpu, features: LLVM's target strings;
     dot4_us: (builder, acc i32x16, w u8x64, x i8x64) -> acc + sums of four products, for w up to 127;
     dot4_us_full: the same for w up to 255; dot2: (builder, acc i32x16, a i16x32, b i16x32) -> acc + sums of two products;
+    lookup: (builder, table of 16 bytes, index u8x64 below 16) -> table[index];
     amx: whether 8-bit matrix tiles may be used.
     """
 
@@ -35,6 +37,7 @@ class Isa:
     dot4_us: Lower
     dot4_us_full: Lower
     dot2: Lower
+    lookup: Lookup
     amx: bool = False
 
     @functools.cached_property
@@ -107,20 +110,21 @@ def build(name: str) -> Isa:
         host = llvm.get_host_cpu_features()
         # Half-precision arithmetic is left out: with it LLVM keeps converted halves in half registers, which would round differently.
         features = ",".join(f"{'+' if on and key != 'avx512fp16' else '-'}{key}" for key, on in host.items())
-        return Isa(name, llvm.get_host_cpu_name(), features, ops.dot4_us, ops.dot4_us, ops.dot2, amx=name == "amx")
+        return Isa(name, llvm.get_host_cpu_name(), features, ops.dot4_us, ops.dot4_us, ops.dot2, ops.lookup, amx=name == "amx")
     if name in ("avx2", "avxvnni"):
         from localrun.kernels_cpu import isa_avx2 as ops2
 
         if name == "avxvnni":
-            return Isa(name, "x86-64-v3", "+avxvnni", ops2.dot4_us_vnni, ops2.dot4_us_vnni, ops2.dot2)
-        return Isa(name, "x86-64-v3", "", ops2.dot4_us, ops2.dot4_us_full, ops2.dot2)
+            return Isa(name, "x86-64-v3", "+avxvnni", ops2.dot4_us_vnni, ops2.dot4_us_vnni, ops2.dot2, ops2.lookup)
+        return Isa(name, "x86-64-v3", "", ops2.dot4_us, ops2.dot4_us_full, ops2.dot2, ops2.lookup)
     from localrun.kernels_cpu import isa_generic
 
     if name == "neon":
         from localrun.kernels_cpu import isa_neon
 
-        return Isa(name, "generic", "+neon,+dotprod,+fullfp16", isa_neon.dot4_us, isa_neon.dot4_us_full, isa_generic.dot2)
+        features = "+neon,+dotprod,+fullfp16"
+        return Isa(name, "generic", features, isa_neon.dot4_us, isa_neon.dot4_us_full, isa_generic.dot2, isa_neon.lookup)
     if name == "generic":
         cpu = "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic"
-        return Isa(name, cpu, "", isa_generic.dot4, isa_generic.dot4, isa_generic.dot2)
+        return Isa(name, cpu, "", isa_generic.dot4, isa_generic.dot4, isa_generic.dot2, isa_generic.lookup)
     raise ValueError(f"LOCALRUN_ISA={name}: known are amx, avx512, avxvnni, avx2, neon, generic")

@@ -1,4 +1,4 @@
-"""Integer dot products of AVX2 and AVX-VNNI, on the two 32-byte halves of a vector."""
+"""Integer dot products and table lookup of AVX2 and AVX-VNNI, on the two 32-byte halves of a vector."""
 
 from __future__ import annotations
 
@@ -62,3 +62,13 @@ def dot2(builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.V
         return builder.add(c, call(builder, "llvm.x86.avx2.pmadd.wd", c.type, [left, right]))
 
     return _by_halves(builder, acc, a, b, each)
+
+
+def lookup(builder: ir.IRBuilder, table: tuple[int, ...], index: ir.Value) -> ir.Value:
+    """vpshufb: the same 16 bytes in each quarter."""
+    half = ir.VectorType(ir.IntType(8), 32)
+    constant = ir.Constant(half, list(table) * 2)
+    undefined = ir.Constant(index.type, ir.Undefined)
+    parts = [ir.Constant(ir.VectorType(_i32, 32), list(range(start, start + 32))) for start in (0, 32)]
+    low, high = (call(builder, "llvm.x86.avx2.pshuf.b", half, [constant, builder.shuffle_vector(index, undefined, p)]) for p in parts)
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_i32, 64), list(range(64))))

@@ -1,4 +1,4 @@
-"""Integer dot products in plain LLVM vectors: every machine executes them, none of them quickly."""
+"""Integer dot products and table lookup in plain LLVM vectors: every machine executes them, none of them quickly."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def dot4(builder: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> ir.V
 def dot2(builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
     """Signed 16-bit numbers, two to a lane."""
     return _groups(builder, acc, a, b, 2, builder.sext)
+
+
+def lookup(builder: ir.IRBuilder, table: tuple[int, ...], index: ir.Value) -> ir.Value:
+    """A comparison for each entry that is not 0."""
+    result = ir.Constant(index.type, None)
+    for i, value in enumerate(table):
+        if value:
+            hit = builder.icmp_unsigned("==", index, ir.Constant(index.type, [i] * 64))
+            result = builder.select(hit, ir.Constant(index.type, [value] * 64), result)
+    return result

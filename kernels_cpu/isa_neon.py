@@ -1,4 +1,4 @@
-"""Integer dot products of Armv8.2 dotprod, on the four 16-byte quarters of a vector (Arm's manual, SDOT)."""
+"""Integer dot products of Armv8.2 dotprod and table lookup, on the four 16-byte quarters of a vector (Arm's manual, SDOT and TBL)."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def dot4_us_full(builder: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value)
     top = builder.lshr(w, splat(builder, ir.Constant(byte, 7), 64))
     tops = dot4_us(builder, ir.Constant(acc.type, None), top, x)
     return builder.add(dot4_us(builder, acc, low, x), builder.shl(tops, splat(builder, ir.Constant(_i32, 7), 16)))
+
+
+def lookup(builder: ir.IRBuilder, table: tuple[int, ...], index: ir.Value) -> ir.Value:
+    """tbl with one table register."""
+    quarters = [_quarter(builder, index, i) for i in range(4)]
+    constant = ir.Constant(quarters[0].type, list(table))
+    return _join(builder, [call(builder, "llvm.aarch64.neon.tbl1.v16i8", q.type, [constant, q]) for q in quarters])
