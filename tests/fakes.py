@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localrun.engine.parts import Parts
-from localrun.errors import BadRequest
 from localrun.messages import Load
 from localrun.models.model import BLOCK_TOKENS, ModelInfo, Progress, Span
+from localrun.text.template import ChatTemplate
+from localrun.text.tokenizer import Tokenizer
 
 BYTES = 256
 BOS, EOS, END, USER, ASSISTANT, SYSTEM, TOOL = range(BYTES, BYTES + 7)
@@ -67,24 +68,18 @@ class FakeTokenizer:
             return b""
         return self._pieces[token]
 
-    def decode(self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True) -> bytes:
+    def decode(
+        self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True, clean_spaces: bool | None = None
+    ) -> bytes:
         return b"".join(self.piece(token, special=unparse_special and not (remove_special and token in (BOS, EOS))) for token in ids)
 
 
-class FakeTemplate:
-    """`<|role|>text` for each message, then `<|assistant|>`; refuses roles it does not know, as a real template may."""
-
-    source = "fake"
-
-    def render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
-        text = "<s>"
-        for message in messages:
-            if message["role"] not in ("user", "assistant", "system", "tool"):
-                raise BadRequest(f"the chat template has no role {message['role']!r}")
-            text += f"<|{message['role']}|>{message.get('content') or ''}"
-            if message["role"] == "assistant":
-                text += "<|end|>"
-        return text + ("<|assistant|>" if add_generation_prompt else "")
+TEMPLATE = """{%- for m in messages -%}
+{%- if m.role not in ['user', 'assistant', 'system', 'tool'] %}{{ raise_exception('there is no role ' ~ m.role) }}{% endif -%}
+<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}"""
+"""`<|role|>content` for each message, `<|end|>` after an assistant's, then `<|assistant|>`."""
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -237,7 +232,9 @@ def echo(prompt: str) -> str:
 
 def parts_of(model: FakeModel) -> Parts:
     """A fake model with the fake tokenizer and template, as the runner takes it."""
-    return Parts(model=model, tokenizer=FakeTokenizer(), template=FakeTemplate(), has_template=True)
+    return Parts(
+        model=model, tokenizer=cast(Tokenizer, FakeTokenizer()), template=ChatTemplate(TEMPLATE, bos_token="<s>", eos_token="</s>")
+    )
 
 
 def load_fake(load: Load, progress: Progress, **options: Any) -> Parts:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from localrun.engine.parts import Tokenizer
 from localrun.engine.sampler import TokenLogprobs
 from localrun.messages import Logprob, TokenLogprob
 from localrun.text.stops import StopMatcher
 from localrun.text.stream import StreamDecoder
+from localrun.text.tokenizer import Tokenizer
 
 
 @dataclass

@@ -7,21 +7,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from localrun.engine.answer import Answer
 from localrun.engine.draws import draw_seed
 from localrun.engine.jobs import Evaluation, Generation
-from localrun.engine.parts import Parts, Template
+from localrun.engine.parts import Parts
 from localrun.engine.sampler import Sampler
-from localrun.engine.sequence import Sequence
+from localrun.engine.sequence import SINK_TOKENS, Sequence
 from localrun.errors import BadRequest, ContextOverflow, Unsupported
-from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Message, Render, Rendered, Sampling, Tokenize, Tokenized
+from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
+from localrun.text.prompt import Prompt, build_prompt
 
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
 _MOST_LOGPROBS = 1000
 _MOST_STOPS = 64
+_CONTEXTS = 10
+"""An answer that may shift its context and has no other bound ends after this many contexts, as Ollama's does."""
 
 
 class Intake:
@@ -35,21 +37,27 @@ class Intake:
         self._clock = clock
 
     def generation(self, request: Generate) -> Generation:
-        """Raises BadRequest, ContextOverflow, Unsupported, or the template's own error."""
+        """Raises BadRequest, ContextOverflow, Unsupported, TemplateError."""
         arrival = self._clock()
         _refuse_what_is_missing(request)
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
-        tokens = self.prompt_tokens(request)
-        room = 0 if request.max_tokens == 0 else 1
-        if len(tokens) > context - room:
-            raise ContextOverflow(len(tokens), context - room)
-        limit = context if request.max_tokens < 0 else min(context, len(tokens) + request.max_tokens)
-        seq = Sequence(request.request_id, tokens, limit, arrival, priority=request.priority)
+        prompt = self.prompt(request, context)
+        shifts = request.overflow == "shift"
+        seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority)
         given = request.sampling.seed
         sampler = Sampler(request.sampling, draw_seed() if given is None or given < 0 else given)
-        answer = Answer(self._tokenizer, self._stops(request))
-        return Generation(seq, sampler, answer, self._tokenizer.eog_ids, n_logprobs=request.logprobs, max_tokens=request.max_tokens)
+        return Generation(
+            seq,
+            sampler,
+            Answer(self._tokenizer, _stops(request)),
+            self._tokenizer.eog_ids,
+            n_logprobs=request.logprobs,
+            max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
+            shifts=shifts,
+            dropped_messages=prompt.dropped_messages,
+            dropped_tokens=prompt.dropped_tokens,
+        )
 
     def context_length(self, request: Generate) -> int:
         """Most tokens that the request's prompt and answer may hold together."""
@@ -57,37 +65,31 @@ class Intake:
             raise BadRequest(f"num_ctx must not be negative, it is {request.num_ctx}", param="num_ctx")
         return min(request.num_ctx, self._most_tokens) if request.num_ctx else self._most_tokens
 
-    def prompt_tokens(self, request: Generate) -> list[int]:
-        """The prompt as token ids; at least one."""
-        if sum(x is not None for x in (request.messages, request.prompt, request.prompt_tokens)) != 1:
-            raise BadRequest("exactly one of messages, prompt and prompt_tokens must be given", param="prompt")
-        before = self._checked_ids(request.context, "context")
-        if request.prompt_tokens is not None:
-            tokens = self._checked_ids(request.prompt_tokens, "prompt_tokens")
-        elif request.raw and request.prompt is not None:
-            tokens = self._tokenizer.encode(request.prompt, add_special=not before)
-        else:
-            tokens = self._encode_rendered(self.render(request), first=not before)
-        tokens = before + tokens
-        if not tokens:
+    def prompt(self, request: Generate, context: int) -> Prompt:
+        """The prompt under the request's overflow policy; at least one token."""
+        try:
+            prompt = build_prompt(request, self._tokenizer, self._parts.template, context)
+        except ContextOverflow:
+            if request.overflow != "shift" or request.messages is not None or not (request.raw or request.prompt_tokens is not None):
+                raise
+            prompt = self._shifted(request, context)
+        if not prompt.tokens:
             raise BadRequest("the prompt is empty", param="prompt")
-        return tokens
+        return prompt
 
-    def render(self, request: Generate) -> str:
-        """The prompt as text. Raises the template's own error."""
-        if request.raw and request.prompt is not None:
-            return request.prompt
-        variables = dict(request.template_kwargs)
-        if request.think is not None:
-            variables.setdefault("enable_thinking", bool(request.think))
-        return self._template(request).render(conversation_of(request), tools=request.tools, **variables)
+    def _shifted(self, request: Generate, context: int) -> Prompt:
+        """A prompt that has no whole messages to drop: its first few tokens, and as many of the last as leave room for an answer."""
+        whole = build_prompt(request, self._tokenizer, self._parts.template, 1 << 30)
+        kept = max(1, context - max(1, context // 8))
+        first = min(SINK_TOKENS, kept // 2)
+        tokens = whole.tokens[:first] + whole.tokens[len(whole.tokens) - (kept - first) :]
+        return Prompt(tokens, self._text(tokens), dropped_tokens=len(whole.tokens) - len(tokens))
 
     def rendered(self, message: Render) -> Rendered:
-        _refuse_what_is_missing(message.request)
-        tokens = self.prompt_tokens(message.request)
         request = message.request
-        text = self.render(request) if request.prompt_tokens is None else self._text(request.prompt_tokens)
-        return Rendered(request_id=request.request_id, text=text, tokens=len(tokens))
+        _refuse_what_is_missing(request)
+        prompt = self.prompt(request, self.context_length(request))
+        return Rendered(request_id=request.request_id, text=prompt.text, tokens=len(prompt.tokens))
 
     def tokenized(self, message: Tokenize) -> Tokenized:
         tokens = self._tokenizer.encode(message.text, add_special=message.add_special, parse_special=message.parse_special)
@@ -124,20 +126,6 @@ class Intake:
         )
         return Evaluation(seq, top=message.top, ids=message.ids)
 
-    def _template(self, request: Generate) -> Template:
-        return self._parts.template if request.template is None else self._parts.template_from(request.template)
-
-    def _encode_rendered(self, text: str, *, first: bool) -> list[int]:
-        """Templates write the BOS token's text themselves, or leave it to the tokenizer: it must be there once."""
-        tokens = self._tokenizer.encode(text, add_special=first)
-        bos = self._tokenizer.bos_id
-        return tokens[1:] if first and bos is not None and tokens[:2] == [bos, bos] else tokens
-
-    def _stops(self, request: Generate) -> list[str]:
-        if len(request.stop) > _MOST_STOPS:
-            raise BadRequest(f"at most {_MOST_STOPS} stop strings are taken, there are {len(request.stop)}", param="stop")
-        return [stop for stop in request.stop if stop]
-
     def _checked_ids(self, ids: list[int], param: str) -> list[int]:
         for token in ids:
             if not 0 <= token < self._n_vocab:
@@ -148,33 +136,10 @@ class Intake:
         return self._tokenizer.decode(ids).decode("utf-8", "replace")
 
 
-def conversation_of(request: Generate) -> list[dict[str, Any]]:
-    """The messages as a template takes them; a bare prompt is one user message, the system message before it."""
-    if request.messages is not None:
-        if not request.messages:
-            raise BadRequest("messages is empty", param="messages")
-        messages = request.messages
-    else:
-        messages = [Message(role="user", content=request.prompt or "")]
-    if request.system is not None:
-        messages = [Message(role="system", content=request.system), *messages]
-    return [_as_dict(message) for message in messages]
-
-
-def _as_dict(message: Message) -> dict[str, Any]:
-    """The shape that chat templates expect: OpenAI's, with the tool's name under both names that templates use."""
-    result: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.thinking is not None:
-        result["reasoning_content"] = result["thinking"] = message.thinking
-    if message.tool_calls is not None:
-        result["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.tool_calls
-        ]
-    if message.tool_name is not None:
-        result["name"] = result["tool_name"] = message.tool_name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    return result
+def _stops(request: Generate) -> list[str]:
+    if len(request.stop) > _MOST_STOPS:
+        raise BadRequest(f"at most {_MOST_STOPS} stop strings are taken, there are {len(request.stop)}", param="stop")
+    return [stop for stop in request.stop if stop]
 
 
 def _refuse_what_is_missing(request: Generate) -> None:

@@ -25,6 +25,10 @@ class Job(Protocol):
     def done(self) -> bool:
         """Nothing more is to be computed."""
 
+    @property
+    def is_full(self) -> bool:
+        """Its context must be shifted before it can go on."""
+
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         """Which of the rows start.. of its slice it wants logits of, as indices into the slice."""
 
@@ -51,6 +55,8 @@ class Generation:
     eog_ids: frozenset[int]
     n_logprobs: int | None = None
     max_tokens: int = -1
+    shifts: bool = False
+    """Whether a full context loses its middle instead of ending the answer."""
     dropped_messages: int = 0
     dropped_tokens: int = 0
     reason: FinishReason | None = None
@@ -61,6 +67,10 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.reason is not None
+
+    @property
+    def is_full(self) -> bool:
+        return not self.done and len(self.seq.tokens) >= self.seq.limit
 
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         if start + count < len(self.seq.tokens) or self.max_tokens == 0:
@@ -88,7 +98,7 @@ class Generation:
             return 0
         for i, row in enumerate(rows):
             self._take_token(row)
-            if self.done or i >= len(draft) or seq.tokens[-1] != draft[i]:
+            if self.done or i >= len(draft) or seq.tokens[-1] != draft[i] or self.is_full:
                 return i
         return 0
 
@@ -105,7 +115,7 @@ class Generation:
         self._shown.add(part)
         if part.stop is not None:
             self.reason = "stop"
-        elif len(seq.tokens) >= seq.limit:
+        elif 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
             self.reason = "length"
 
     def report(self, now: float) -> list[FromRunner]:
@@ -148,6 +158,7 @@ class Generation:
             decode_s=(seq.last_token_at or first) - first,
             first_token_s=first - seq.arrival,
             context=seq.tokens,
+            dropped_tokens=seq.n_dropped,
         )
 
 
@@ -159,6 +170,7 @@ class Evaluation:
     top: int
     ids: list[list[int]] | None = None
     done: bool = False
+    is_full: bool = False
     _first: int = 0
     _chunk: Evaluated | None = None
 

@@ -1,50 +1,28 @@
-"""What a runner is made of: a model, a tokenizer and a template, as protocols. Only `load_parts` knows that they come from a file."""
+"""What a runner is made of: a model, a tokenizer and a template. Only `load_parts` knows that they come from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from localrun.errors import LoadFailed, LocalrunError, ModelFileRejected, Unsupported
+from localrun.errors import LoadFailed, LocalrunError, ModelFileRejected
 from localrun.messages import Load
 from localrun.models.errors import ModelFileError
 from localrun.models.model import LoadOptions, Model, Progress
 
-
-class Tokenizer(Protocol):
-    """The part of `localrun.text.tokenizer.Tokenizer` that the engine calls."""
-
-    n_vocab: int
-    bos_id: int | None
-    eog_ids: frozenset[int]
-
-    def encode(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
-    def decode(self, ids: Iterable[int], /, *, remove_special: bool = False, unparse_special: bool = True) -> bytes: ...
-    def piece(self, token: int, /, *, special: bool = False) -> bytes: ...
-
-
-class Template(Protocol):
-    """The part of `localrun.text.template.ChatTemplate` that the engine calls."""
-
-    def render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str: ...
-
-
-def _no_other_template(source: str) -> Template:
-    raise Unsupported("this model takes no other template", param="template")
+if TYPE_CHECKING:
+    from localrun.text.template import ChatTemplate
+    from localrun.text.tokenizer import Tokenizer
 
 
 @dataclass
 class Parts:
     model: Model
     tokenizer: Tokenizer
-    template: Template
-    has_template: bool
-    """Whether the template is the file's or the Modelfile's own, and not the fallback."""
-    template_from: Callable[[str], Template] = _no_other_template
-    """Makes a template of a request's own source."""
+    template: ChatTemplate
     capabilities: list[str] = field(default_factory=lambda: ["completion"])
 
 
@@ -62,10 +40,9 @@ def load_parts(load: Load, progress: Progress) -> Parts:
     with open_gguf(path) as gguf:
         tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
         template = chat_template_for(gguf, load.template)
-        own = load.template is not None or "tokenizer.chat_template" in gguf.metadata
     options = LoadOptions(n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir)
     model = load_model(path, options, progress)
-    return Parts(model, tokenizer, template, own)
+    return Parts(model, tokenizer, template)
 
 
 def resolve_loader(loader: Loader | str | None) -> Loader:

@@ -118,7 +118,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 packed=info.packed,
                 isa=info.isa,
                 num_thread=info.n_threads,
-                has_template=parts.has_template,
+                has_template=not parts.template.fallback,
                 capabilities=parts.capabilities,
                 load_s=time.monotonic() - began,
             )

@@ -110,19 +110,38 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """The next step. Blocks for it are allocated; sequences that had to give way are back in the queue and listed."""
         plan = Plan()
+        self._make_way(plan)
         for seq in sorted((s for s in self.running if s.is_decoding), key=_order):
             if seq.phase is Phase.RUNNING:
                 self._plan_token(plan, seq)
         seconds = self.target_s if plan.slices else self.alone_s
         reading = sorted([s for s in self.running if not s.is_decoding] + self.waiting, key=_order)
+        open_to_more = True
         for i, seq in enumerate(reading):
             if plan.rows >= self.max_rows:
                 break
-            if seq.phase is Phase.WAITING and not self._admit(plan, seq, now):
-                break
+            if seq.phase is Phase.WAITING:
+                open_to_more = open_to_more and self._admit(plan, seq, now)
+                if not open_to_more:  # nobody overtakes one who waits for room
+                    continue
             if not self._plan_chunk(plan, seq, self._share(plan, seq, seconds, reading[i + 1 :])):
                 break
         return plan
+
+    def _make_way(self, plan: Plan) -> None:
+        """The first in the queue, when there is no room for it, takes the place of the last that runs with a lower priority."""
+        if not self.waiting or not self.running:
+            return
+        head, last = min(self.waiting, key=_order), max(self.running, key=_order)
+        if last.priority > head.priority and _order(last) > _order(head) and not self._has_room(head):
+            self._preempt(plan, last)
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """A place, and blocks for all it has to read, besides what those that run still have to read and one spare block each."""
+        if not self.running:
+            return True
+        promised = sum(self.cache.missing(s, s.pending) + 1 for s in self.running)
+        return len(self.running) < self.max_running and self.cache.missing(seq, seq.pending) + promised <= self.cache.pool.n_obtainable
 
     def _plan_token(self, plan: Plan, seq: Sequence) -> None:
         """The next token of a running sequence, its draft with it if there is room; others, or itself, give way where blocks lack."""
@@ -160,13 +179,11 @@ class Scheduler:
         return taken + max(0.0, seconds - taken) / 2
 
     def _admit(self, plan: Plan, seq: Sequence, now: float) -> bool:
-        """Whether a waiting sequence may run: a place, and blocks for all it has to read, besides what those that run still need and one
-        spare each."""
+        """Takes a waiting sequence in, if there is room for it."""
         if len(self.running) >= self.max_running or seq in plan.preempted:
             return False
         self.cache.adopt(seq)
-        promised = sum(self.cache.missing(s, s.pending) + 1 for s in self.running)
-        if self.running and self.cache.missing(seq, seq.pending) + promised > self.cache.pool.n_obtainable:
+        if not self._has_room(seq):
             self.cache.drop(seq)
             seq.n_cached = 0 if not seq.n_preempted else seq.n_cached
             return False

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from localrun.engine.prefix import Node
 
 
+SINK_TOKENS = 4
+"""The first tokens stay where a span is dropped: attention leans on them, whatever they say (Xiao et al. 2023, StreamingLLM)."""
+
+
 class Phase(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,7 +27,7 @@ class Sequence:
     request_id: str
     tokens: list[int]
     limit: int
-    """Most tokens, prompt and answer: min(num_ctx, model, pool), and max_tokens."""
+    """Most tokens, prompt and answer, that it may hold: min(num_ctx, model, pool)."""
     arrival: float
     """Clock time, seconds."""
     priority: int = 0
@@ -64,6 +68,14 @@ class Sequence:
     def is_decoding(self) -> bool:
         """One token away from the next."""
         return self.pending == 1 and not self.wants_all_rows and self.computed > 0
+
+    def shift(self) -> int:
+        """Takes half of the tokens out, the oldest but for the first few. Returns how many; their K/V must have been dropped before."""
+        sinks = min(SINK_TOKENS, self.limit // 4)
+        n = max(1, (len(self.tokens) - sinks) // 2)
+        del self.tokens[sinks : sinks + n]
+        self.n_dropped += n
+        return n
 
     @property
     def n_output(self) -> int:

@@ -85,6 +85,8 @@ class Engine:
             logits = self._forward(plan, spans)
             if logits is not None:
                 self._commit(self._sample(plan, logits))
+        elif self._jobs and not plan.preempted:
+            self._give_up()
 
     def check(self) -> None:
         """Raises AssertionError where blocks, tables and tree contradict each other."""
@@ -150,8 +152,17 @@ class Engine:
             events = job.report(now)
             if job.done:
                 self._remove(job)
+            elif job.is_full:
+                self.cache.drop(s.seq)
+                s.seq.shift()
             for event in events:
                 self._emit(event)
+
+    def _give_up(self) -> None:
+        """A scheduler that finds nothing to do for what there is would turn in circles for ever: that is a defect, and nobody shall wait for it."""
+        log.error("nothing can be scheduled: %s", [(s.request_id, s.phase, s.computed, len(s.tokens)) for s in self.scheduler.sequences])
+        for request_id in list(self._jobs):
+            self.fail(request_id, LocalrunError("internal error in the runner: nothing can be scheduled"))
 
     def _job(self, seq: Sequence) -> Job:
         return self._jobs[seq.request_id]
