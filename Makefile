@@ -13,7 +13,8 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
 TESTS ?= tests
-# the prompt goes through the environment: no quoting by make or the shell can spoil it
+# the prompt goes through the environment, unexpanded: neither make nor a shell may read anything into it
+override PROMPT := $(value PROMPT)
 export PROMPT
 
 run: $(VENV)/.run
