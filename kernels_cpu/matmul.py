@@ -17,9 +17,11 @@ from typing import Any
 
 import numba
 
+from localrun.kernels_cpu import amx
 from localrun.kernels_cpu.activations import META, SUPER
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.octets import OCTETS
 from localrun.kernels_cpu.pack import PACKINGS, group_packer
 from localrun.kernels_cpu.simd import (
     bits_f32,
@@ -51,6 +53,10 @@ from localrun.kernels_cpu.simd import (
     zeros_f32,
     zeros_i32,
 )
+from localrun.kernels_cpu.tiles_table import table_tile
+
+AMX_FROM = 32
+"""Fewer tokens than this do not pay for expanding the weights."""
 
 # ---- tiles of kind '256' ------------------------------------------------------------------------------------------------------
 
@@ -242,6 +248,8 @@ def _tile_float(isa: Isa, type_name: str, tokens: int) -> Any:
 
 def make_tile(isa: Isa, type_name: str, tokens: int) -> Any:
     """The compiled tile (packed group, blocks, first token's activations, bytes from token to token) -> Tile of f32x16."""
+    if type_name in OCTETS:
+        return table_tile(isa, type_name, tokens)
     if type_name in ("Q4_K", "Q5_K"):
         return _tile_q4_k(isa, tokens, type_name == "Q5_K")
     if type_name == "Q6_K":
@@ -262,13 +270,21 @@ def matmul(isa: Isa, type_name: str) -> Any:
     args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
     5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
     11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
-    14 bytes of scratch a thread. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+    14 bytes of scratch a thread, 15 where in it a group is unpacked to. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
     """
     tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
     pack_group = group_packer(type_name)
+    use_amx = isa.amx and type_name in amx.SUPPORTED
+    many = amx.make_group(isa, type_name) if use_amx else None
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int) -> None:
+    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int, scratch: int) -> None:
+        if use_amx and tokens >= AMX_FROM:
+            sixteens = tokens & -16
+            many(w, n, x, stride, sixteens, scratch, out, out_stride, bias, add)
+            x += sixteens * stride
+            out += sixteens * out_stride
+            tokens -= sixteens
         while tokens > 4:
             tile_store(tile8(w, n, x, stride), out, out_stride, tokens, bias, add)
             x += 8 * stride
@@ -291,18 +307,19 @@ def matmul(isa: Isa, type_name: str) -> Any:
         tokens = load_i64(head + load_i64(args + 88))
         row_bytes = load_i64(args + 96)
         scratch = load_i64(args + 104) + thread * load_i64(args + 112)
+        unpacked = scratch + load_i64(args + 120)
         first = chunk * per_chunk
         for g in range(first, min(first + per_chunk, (n_rows + 15) >> 4)):
             w = weights + g * group_bytes
             if row_bytes:
-                pack_group(weights + g * 16 * row_bytes, row_bytes, n_rows - g * 16, n_blocks, group_bytes, scratch)
-                w = scratch
+                pack_group(weights + g * 16 * row_bytes, row_bytes, n_rows - g * 16, n_blocks, group_bytes, unpacked)
+                w = unpacked
             bias = splat_f32(numba.float32(0.0))
             if bias_at:
                 bias = load_f32x16(bias_at + g * 64)
             group(
                 w, n_blocks, load_i64(args + 32), load_i64(args + 40), tokens, load_i64(args + 48) + g * 64, load_i64(args + 56),
-                bias, load_i64(args + 80),
+                bias, load_i64(args + 80), scratch,
             )
 
     return kernel

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu import amx, attention, head
 from localrun.kernels_cpu.activations import META, SUPER
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
@@ -235,11 +235,12 @@ class Recorder:
         address, stride = self._form(x, weight.kind)
         groups = -(-weight.rows // 16)
         per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
-        scratch, scratch_bytes = (0, 0) if weight.packed else self._per_thread("unpacked", weight.group_bytes)
+        unpacked_at = -(-amx.scratch_bytes(self.max_batch) // 64) * 64
+        scratch, scratch_bytes = self._per_thread("matmul", unpacked_at + (0 if weight.packed else weight.group_bytes))
         args = [
             weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address, out.stride,
             per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
-            0 if weight.packed else weight.row_bytes, scratch, scratch_bytes,
+            0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at,
         ]
         self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
 

@@ -1,0 +1,397 @@
+"""Matrix tiles of AMX (Intel's architecture manual, chapter on TMUL): 16 rows of W against 16 or 32 tokens an instruction.
+
+A tile register holds 16 rows of 64 bytes; one TDPB*D adds the products of a 16 x 64 and a 64 x 16 tile of bytes to 16 x 16 int32, 16,384 multiply-adds
+in 16 cycles. Integers are exact and the float operations are the ones of the plain tiles in the same order, so results are the same bits.
+
+Kind '256': scale times quant is an integer of at most 16 bits; it is cut into a low byte (unsigned) and a high byte (signed), each a tile, and both products run
+over the whole super-block: total = low + 256 * high. Floats are touched once every 256 values.
+Kind '32': one tile product a block, half as deep, with signed quants.
+
+A packed group already is what the instruction wants on its right side (4 k-values of 16 rows in 64 bytes), activations are on its left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.core.extending import intrinsic
+
+from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu.formats import BY_NAME
+from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.pack import PACKINGS
+from localrun.kernels_cpu.simd import (
+    bytes_of,
+    f16_to_f32,
+    i8_to_i16,
+    load_f16x16,
+    load_i8x16,
+    load_i8x32,
+    load_i16x32,
+    load_u8x64,
+    pairs_of,
+    sar,
+    splat_f32,
+    splat_i32,
+    store,
+    store_scalar,
+    tile_add,
+    tile_fma,
+    tile_load,
+    tile_mul,
+    tile_scale_add,
+    tile_splat_f32,
+    tile_store,
+    tile_store_all,
+    tile_to_f32,
+    u8_to_i16,
+    u8_to_i32,
+    words_of,
+    words_of_pairs,
+    zeros_f32,
+    zeros_i32,
+)
+
+ROWS = 16
+"""Tokens of a tile."""
+CONFIG, PARTS, SUMS, FLOATS = 0, 64, 64 + 8192, 64 + 8192 + 8192
+"""Scratch: tile configuration, expanded weights, products, then 64 bytes of float sums a token."""
+
+
+def scratch_bytes(max_tokens: int) -> int:
+    """Scratch memory a thread needs."""
+    return FLOATS + 64 * (max_tokens + ROWS)
+
+
+# ---- instructions -------------------------------------------------------------------------------------------------------------
+
+
+def _plain(name: str, n_immediates: int, n_values: int) -> Any:
+    """An intrinsic whose first arguments are compile-time tile numbers, the rest int64 values (the first of them an address)."""
+
+    def emit(typingctx: Any, *args: Any) -> Any:
+        numbers = [a.literal_value for a in args[:n_immediates]]
+
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Any) -> ir.Value:
+            byte = ir.IntType(8)
+            operands = [ir.Constant(byte, n) for n in numbers]
+            rest = list(values[n_immediates:])
+            if rest:
+                operands.append(builder.inttoptr(rest[0], byte.as_pointer()))
+                operands.extend(rest[1:])
+            fnty = ir.FunctionType(ir.VoidType(), [o.type for o in operands])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, fnty, name)
+            builder.call(function, operands)
+            return context.get_dummy_value()
+
+        return types.void(*args[:n_immediates], *[types.int64] * n_values), codegen
+
+    count = n_immediates + n_values
+    body = {
+        1: lambda ctx, a: emit(ctx, a),
+        2: lambda ctx, a, b: emit(ctx, a, b),
+        3: lambda ctx, a, b, c: emit(ctx, a, b, c),
+    }
+    if count == 0:
+        return intrinsic(lambda ctx: emit(ctx))
+    return intrinsic(prefer_literal=True)(body[count])
+
+
+load_config = _plain("llvm.x86.ldtilecfg", 0, 1)
+release = _plain("llvm.x86.tilerelease", 0, 0)
+tile_zero = _plain("llvm.x86.tilezero", 1, 0)
+load_tile = _plain("llvm.x86.tileloadd64", 1, 2)
+store_tile = _plain("llvm.x86.tilestored64", 1, 2)
+dot_signed_unsigned = _plain("llvm.x86.tdpbsud", 3, 0)
+dot_signed_signed = _plain("llvm.x86.tdpbssd", 3, 0)
+
+
+def _configure(depth: int) -> Any:
+    """Writes and loads a configuration: tiles 0..3 sums, 4 and 5 activations, 6 and 7 weights, `depth` bytes of k."""
+
+    @numba.njit
+    def configure(at: int) -> None:
+        for i in range(64):
+            store_scalar(at + i, numba.uint8(0))
+        store_scalar(at, numba.uint8(1))
+        for tile in range(8):
+            store_scalar(at + 16 + 2 * tile, numba.uint8(depth if 4 <= tile < 6 else 64))
+            store_scalar(at + 48 + tile, numba.uint8(depth // 4 if tile >= 6 else 16))
+        load_config(at)
+
+    return configure
+
+
+# ---- kind '256' ---------------------------------------------------------------------------------------------------------------
+
+
+@numba.njit
+def _spread(quants: Any, scale: Any, low: int, high: int) -> None:
+    """Writes the low and the high bytes of quant * scale for 4 k-values of 16 rows. quants: bytes as i16x32; scale: i16x32, one value a pair."""
+    even = (quants & 255) * scale
+    odd = ((quants >> 8) & 255) * scale
+    store(low, (even & 255) | (odd << 8))
+    store(high, ((even >> 8) & 255) | (odd & -256))
+
+
+@numba.njit
+def _twice(scale: Any) -> Any:
+    """i32x16 to i16x32 with the value in both halves of each lane."""
+    return pairs_of((scale & 0xFFFF) | (scale << 16))
+
+
+def _expand_q4_k(high_bits: bool) -> Any:
+    scales = 2560 if high_bits else 2048
+
+    @numba.njit
+    def expand(w: int, low: int, high: int) -> None:
+        for j in range(4):
+            first = _twice(u8_to_i32(load_i8x16(w + scales + j * 32)))
+            second = _twice(u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+            for g in range(8):
+                nibbles = load_u8x64(w + (j * 8 + g) * 64)
+                a = nibbles & 15
+                b = (nibbles >> 4) & 15
+                if high_bits:
+                    fifth = words_of(load_u8x64(w + 2048 + g * 64)) >> (2 * j)
+                    a = a | (bytes_of(fifth << 4) & 16)
+                    b = b | (bytes_of(fifth << 3) & 16)
+                at = j * 1024 + g * 64
+                _spread(pairs_of(words_of(a)), first, low + at, high + at)
+                _spread(pairs_of(words_of(b)), second, low + at + 512, high + at + 512)
+
+    return expand
+
+
+@numba.njit
+def _spread_signed(quants: Any, scale: Any, low: int, high: int) -> None:
+    """As _spread for 6-bit quants whose zero is 32."""
+    even = ((quants & 255) - 32) * scale
+    odd = (((quants >> 8) & 255) - 32) * scale
+    store(low, (even & 255) | (odd << 8))
+    store(high, ((even >> 8) & 255) | (odd & -256))
+
+
+@numba.njit
+def _expand_q6_k(w: int, low: int, high: int) -> None:
+    for part in range(8):
+        half, side, pair = part >> 2, (part >> 1) & 1, part & 1
+        k = half * 128 + pair * 32 + side * 16
+        pairs = w + 3072 + (half * 4 + pair) * 32
+        shift = 16 - 16 * side
+        first = _twice(sar(words_of_pairs(i8_to_i16(load_i8x32(pairs))) << shift, 16))
+        second = _twice(sar(words_of_pairs(i8_to_i16(load_i8x32(pairs + 64))) << shift, 16))
+        for g in range(4):
+            nibbles = load_u8x64(w + (half * 16 + pair * 8 + side * 4 + g) * 64)
+            top = words_of(load_u8x64(w + 2048 + (half * 8 + side * 4 + g) * 64)) >> (2 * pair)
+            at = (k + 4 * g) * 16
+            _spread_signed(pairs_of(words_of((nibbles & 15) | (bytes_of(top << 4) & 48))), first, low + at, high + at)
+            at += 64 * 16
+            _spread_signed(pairs_of(words_of(((nibbles >> 4) & 15) | (bytes_of(top) & 48))), second, low + at, high + at)
+
+
+def _group_256(isa: Isa, type_name: str) -> Any:
+    expand = _expand_q6_k if type_name == "Q6_K" else _expand_q4_k(type_name == "Q5_K")
+    with_mins = type_name != "Q6_K"
+    scales = {"Q4_K": 2048, "Q5_K": 2560, "Q6_K": 3072}[type_name]
+    step = PACKINGS[BY_NAME[type_name].id].quants + PACKINGS[BY_NAME[type_name].id].scales
+    dot2 = isa.ops.tile_dot2
+    configure = _configure(64)
+
+    @numba.njit
+    def floats(w: int, x: int, stride: int, low: int, sums: int, first: int) -> None:
+        """Adds the products of one super-block to the float sums of 16 tokens."""
+        for half in range(2):
+            tokens = x + half * 8 * stride
+            total = tile_scale_add(tile_load(zeros_i32(8), low + half * 512, 64), tile_load(zeros_i32(8), low + 1024 + half * 512, 64), splat_i32(numba.int32(256)))
+            d = f16_to_f32(load_f16x16(w + scales + 256))
+            if with_mins:
+                mins = zeros_i32(8)
+                for j in range(4):
+                    mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), tokens + 264 + j * 4, stride)
+                dmin = f16_to_f32(load_f16x16(w + scales + 288))
+                value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
+            else:
+                value = tile_mul(tile_to_f32(total), d)
+            acc = zeros_f32(8)
+            if first == 0:
+                acc = tile_load(acc, sums + half * 512, 64)
+            acc = tile_fma(acc, value, tile_splat_f32(acc, tokens + 256, stride))
+            tile_store_all(acc, sums + half * 512, 64)
+
+    @numba.njit
+    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int) -> None:
+        """Float sums of `tokens` (a multiple of 16) tokens into scratch."""
+        configure(scratch + CONFIG)
+        low = scratch + PARTS
+        high = low + 4096
+        sums = scratch + SUMS
+        for b in range(n):
+            expand(w, low, high)
+            t = 0
+            while t < tokens:
+                at = x + t * stride
+                two = tokens - t >= 32
+                tile_zero(0)
+                tile_zero(1)
+                if two:
+                    tile_zero(2)
+                    tile_zero(3)
+                    for k in range(4):
+                        load_tile(4, at + k * 64, stride)
+                        load_tile(6, low + k * 1024, 64)
+                        dot_signed_unsigned(0, 4, 6)
+                        load_tile(7, high + k * 1024, 64)
+                        dot_signed_signed(1, 4, 7)
+                        load_tile(5, at + 16 * stride + k * 64, stride)
+                        dot_signed_unsigned(2, 5, 6)
+                        dot_signed_signed(3, 5, 7)
+                    store_tile(2, sums + 2048, 64)
+                    store_tile(3, sums + 3072, 64)
+                else:
+                    for k in range(4):
+                        load_tile(4, at + k * 64, stride)
+                        load_tile(6, low + k * 1024, 64)
+                        dot_signed_unsigned(0, 4, 6)
+                        load_tile(7, high + k * 1024, 64)
+                        dot_signed_signed(1, 4, 7)
+                store_tile(0, sums, 64)
+                store_tile(1, sums + 1024, 64)
+                floats(w, at, stride, sums, scratch + FLOATS + t * 64, numba.int64(b == 0))
+                if two:
+                    floats(w, at + 16 * stride, stride, sums + 2048, scratch + FLOATS + (t + 16) * 64, numba.int64(b == 0))
+                    t += 16
+                t += 16
+            w += step
+            x += SUPER
+        release()
+
+    return group
+
+
+# ---- kind '32' ----------------------------------------------------------------------------------------------------------------
+
+
+def _expand_32(type_name: str) -> Any:
+    """Writes the signed quants of one block as one tile: 8 rows of 64 bytes."""
+    five_bits = type_name in ("Q5_0", "Q5_1")
+    zero = {"Q4_0": 8, "Q5_0": 16}.get(type_name, 0)
+
+    @numba.njit
+    def expand(w: int, out: int) -> None:
+        if type_name == "Q8_0":
+            for g in range(8):
+                store(out + g * 64, load_u8x64(w + g * 64) ^ 128)
+            return
+        if five_bits:
+            bits = words_of(load_u8x64(w + 256))
+        for g in range(4):
+            nibbles = load_u8x64(w + g * 64)
+            a = nibbles & 15
+            b = (nibbles >> 4) & 15
+            if five_bits:
+                a = a | (bytes_of((bits >> g) << 4) & 16)
+                b = b | (bytes_of(bits >> g) & 16)
+            store(out + g * 64, a - zero)
+            store(out + 256 + g * 64, b - zero)
+
+    return expand
+
+
+def _group_32(isa: Isa, type_name: str) -> Any:
+    packing = PACKINGS[BY_NAME[type_name].id]
+    quants, scales = packing.quants, packing.scales
+    with_min = type_name in ("Q4_1", "Q5_1")
+    expand = _expand_32(type_name)
+    configure = _configure(32)
+
+    @numba.njit
+    def floats(u: int, count: int, meta: int, stride: int, products: int, sums: int, first: int) -> None:
+        """Adds the products of up to four blocks to the float sums of 16 tokens."""
+        for half in range(2):
+            acc = zeros_f32(8)
+            if first == 0:
+                acc = tile_load(acc, sums + half * 512, 64)
+            tokens = meta + half * 8 * stride
+            for b in range(count):
+                dots = tile_load(zeros_i32(8), products + b * 1024 + half * 512, 64)
+                scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, tokens + b * META, stride))
+                acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u + b * scales)))
+                if with_min:
+                    acc = tile_fma(acc, tile_splat_f32(acc, tokens + b * META + 4, stride), f16_to_f32(load_f16x16(u + b * scales + 32)))
+            tile_store_all(acc, sums + half * 512, 64)
+
+    @numba.njit
+    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int) -> None:
+        """Float sums of `tokens` (a multiple of 16) tokens into scratch."""
+        configure(scratch + CONFIG)
+        parts = scratch + PARTS
+        products = scratch + SUMS
+        u = w + n * quants
+        meta = x + ((n * 32 + 63) & -64)
+        b = 0
+        while b < n:
+            count = min(n - b, 4)
+            for i in range(count):
+                expand(w + i * quants, parts + i * 512)
+            for t in range(0, tokens, 16):
+                at = x + t * stride
+                tile_zero(0)
+                load_tile(4, at, stride)
+                load_tile(6, parts, 64)
+                dot_signed_signed(0, 4, 6)
+                if count == 4:
+                    tile_zero(1)
+                    load_tile(5, at + 32, stride)
+                    load_tile(7, parts + 512, 64)
+                    dot_signed_signed(1, 5, 7)
+                    tile_zero(2)
+                    load_tile(4, at + 64, stride)
+                    load_tile(6, parts + 1024, 64)
+                    dot_signed_signed(2, 4, 6)
+                    tile_zero(3)
+                    load_tile(5, at + 96, stride)
+                    load_tile(7, parts + 1536, 64)
+                    dot_signed_signed(3, 5, 7)
+                    store_tile(0, products, 64)
+                    store_tile(1, products + 1024, 64)
+                    store_tile(2, products + 2048, 64)
+                    store_tile(3, products + 3072, 64)
+                else:
+                    store_tile(0, products, 64)
+                    for i in range(1, count):
+                        tile_zero(0)
+                        load_tile(4, at + 32 * i, stride)
+                        load_tile(6, parts + 512 * i, 64)
+                        dot_signed_signed(0, 4, 6)
+                        store_tile(0, products + 1024 * i, 64)
+                floats(u, count, meta + t * stride, stride, products, scratch + FLOATS + t * 64, numba.int64(b == 0))
+            w += count * quants
+            u += count * scales
+            x += count * 32
+            meta += count * META
+            b += count
+        release()
+
+    return group
+
+
+SUPPORTED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+
+def make_group(isa: Isa, type_name: str) -> Any:
+    """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, scratch, out, bytes between tokens of out, bias, add)
+    that writes the results of a multiple of 16 tokens.
+    """
+    sums = _group_32(isa, type_name) if PACKINGS[BY_NAME[type_name].id].kind == "32" else _group_256(isa, type_name)
+
+    @numba.njit
+    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int, out: int, out_stride: int, bias: Any, add: int) -> None:
+        sums(w, n, x, stride, tokens, scratch)
+        for t in range(0, tokens, 8):
+            tile_store(tile_load(zeros_f32(8), scratch + FLOATS + t * 64, 64), out + t * out_stride, out_stride, 8, bias, add)
+
+    return group
