@@ -1,8 +1,8 @@
 """Weights as the matmul kernels read them: sixteen rows interleaved.
 
 Rows come in groups of 16 (the last group is filled up with zeros). Inside a group the quant bytes of all rows are cut into 4-byte words,
-and word i of the 16 rows lie side by side: one 64-byte load holds four successive k-values (or eight, as nibbles) of 16 rows, and a dot-product
-instruction against four broadcast activation bytes needs no horizontal sum. Scales are spread to whole bytes beside them.
+and word i of the 16 rows lie side by side: one 64-byte load holds four successive k-values (or eight, as nibbles) of 16 rows, and a
+dot-product instruction against four broadcast activation bytes needs no horizontal sum. Scales are spread to whole bytes beside them.
 
     kind '256' (K-quants), per group and super-block of 256 values, LAYOUT[name] bytes:
         Q4_K   32 x 64 nibbles | 8 x 16 scales u8 | 4 x (16 x 2) mins u8 | 16 d f16 | 16 dmin f16
@@ -15,6 +15,9 @@ instruction against four broadcast activation bytes needs no horizontal sum. Sca
         Q5_1   4 x 64 nibbles | 64 bits  | 16 d f16 | 16 m f16
         Q8_0   8 x 64 bytes + 128        | 16 d f16
     kind 'f': F32, F16, BF16: per k, 16 values in the file's type
+    all others (octets.py), 32 values at a time: 4 x 64 nibbles, the low ones the first 16 values, the high ones the rest
+        kind '256'   32 x 64 nibbles | 8 or 4 x (16 x 2) scales i8 | likewise mins u8, if any | 16 d f16 | 16 dmin f16, if any | room to 64
+        kind '32'    4 x 64 nibbles            | 16 d f16 (bfloat16 for MXFP4), twice where 16 values have one
 
 Word order inside a block is the file's: packing is a transposition, the arithmetic knows nothing of it.
 """
@@ -28,6 +31,7 @@ import numba
 
 from localrun.kernels_cpu.formats import BY_NAME, Format
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.octets import OCTETS, octet_packer
 from localrun.kernels_cpu.simd import load_i32, load_i64, load_u8, store_scalar
 
 ROWS = 16
@@ -68,6 +72,7 @@ PACKINGS: dict[int, Packing] = {
         Packing(BY_NAME["Q4_K"], "256", 256, 2048, 320),
         Packing(BY_NAME["Q5_K"], "256", 256, 2560, 320),
         Packing(BY_NAME["Q6_K"], "256", 256, 3072, 320),
+        *(Packing(BY_NAME[o.name], o.kind, o.block, o.quants, o.scales) for o in OCTETS.values()),
     )
 }
 """By ggml type id: the types the matmul kernels take."""
@@ -196,6 +201,8 @@ def _rows_float(size: int) -> Any:
 def row_packer(type_name: str) -> Any:
     """A compiled function (source row, blocks, target group, row in group) that packs one row."""
     fmt = BY_NAME[type_name]
+    if type_name in OCTETS:
+        return octet_packer(type_name)
     if type_name in ("Q4_K", "Q5_K"):
         return _rows_q4_k(type_name == "Q5_K")
     if type_name == "Q6_K":

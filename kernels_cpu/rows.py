@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 
 from localrun.kernels_cpu.formats import BY_NAME
-from localrun.kernels_cpu.simd import f32_from_bits, load_f16, load_f32, load_i32, load_u8, store_scalar
+from localrun.kernels_cpu.octets import OCTETS, baked
+from localrun.kernels_cpu.simd import f16_from_bits, f32_from_bits, load_f16, load_f32, load_i32, load_u8, store_scalar
 
 f = numba.float32
 
@@ -22,8 +24,6 @@ def _six_bits(scales: int, j: int) -> Any:
 
 
 def _k4(five_bits: bool) -> Any:
-    size = 176 if five_bits else 144
-
     @numba.njit
     def block(s: int, out: int) -> None:
         d = load_f16(s)
@@ -40,7 +40,7 @@ def _k4(five_bits: bool) -> Any:
                     q |= ((numba.int64(load_u8(s + 16 + i)) >> j) & 1) << 4
                 store_scalar(out + (j * 32 + i) * 4, f(f(a * f(q)) - b))
 
-    return block, size
+    return block
 
 
 @numba.njit
@@ -108,11 +108,43 @@ def _bf16(s: int, out: int) -> None:
     store_scalar(out, f32_from_bits(bits))
 
 
+def _octets(type_name: str) -> Any:
+    o = OCTETS[type_name]
+    codes = baked(np.array(o.table, np.int8).tobytes())
+    octet, d16, sub, brain, factor = o.octet, o.d16, o.sub, o.brain, o.factor
+    subs = max(1, BY_NAME[type_name].block // sub)
+    scaled, with_min = o.scale is not None, o.minimum is not None
+    scale = o.scale if scaled else o.d16
+    minimum, dmin16 = (o.minimum, o.dmin16) if with_min else (scale, o.d16)
+
+    @numba.njit
+    def block(s: int, out: int) -> None:
+        for j in range(subs):
+            bits = d16(s, j)
+            d = f32_from_bits(bits << 16) if brain else f16_from_bits(bits)
+            less = f(0.0)
+            if scaled:
+                d = f(f(d * f(factor)) * f(scale(s, j)))
+            if with_min:
+                less = f(f16_from_bits(dmin16(s, j)) * f(minimum(s, j)))
+            for i in range(j * sub >> 3, (j + 1) * sub >> 3):
+                word = octet(s, i)
+                for k in range(8):
+                    value = f(d * f(numba.int8(load_u8(codes() + ((word >> (8 * k)) & 15)))))
+                    if with_min:
+                        value = f(value - less)
+                    store_scalar(out + (i * 8 + k) * 4, value)
+
+    return block
+
+
 def row_reader(type_name: str) -> Any:
     """A compiled function (row in the file, values, target float32) that expands one row."""
     fmt = BY_NAME[type_name]
-    if type_name in ("Q4_K", "Q5_K"):
-        block, _ = _k4(type_name == "Q5_K")
+    if type_name in OCTETS:
+        block = _octets(type_name)
+    elif type_name in ("Q4_K", "Q5_K"):
+        block = _k4(type_name == "Q5_K")
     elif type_name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         block = _legacy(type_name)
     else:

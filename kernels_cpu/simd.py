@@ -576,6 +576,16 @@ def f32_from_bits(typingctx: Any, value: Any) -> Any:
     return types.float32(types.int64), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def f16_from_bits(typingctx: Any, value: Any) -> Any:
+    """float32 of the half whose bits are the low 16 of an int64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.fpext(builder.bitcast(builder.trunc(args[0], ir.IntType(16)), ir.HalfType()), _f32)
+
+    return types.float32(types.int64), codegen
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def shuffle(typingctx: Any, a: Any, b: Any, index: Any) -> Any:
     """Lanes of the two vectors `a` and `b` (numbered through) by a tuple of compile-time lane numbers."""

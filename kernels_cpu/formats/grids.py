@@ -89,3 +89,8 @@ def grid(name: str) -> NDArray[np.int8]:
     points: NDArray[np.int8] = np.array(packed.levels, np.int8)[numbers[:, None] // base ** np.arange(packed.size) % base]
     points.flags.writeable = False
     return points
+
+
+def levels(name: str) -> tuple[int, ...]:
+    """What a coordinate of the points of a grid may be, ascending."""
+    return _GRIDS[name].levels
