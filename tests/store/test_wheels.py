@@ -244,8 +244,10 @@ def test_disk_too_small(store: Store, index: Index, published: Publish, monkeypa
     assert index.served == []
 
 
-def test_unknown_name_says_what_there_is(store: Store) -> None:
-    with pytest.raises(DownloadFailed, match=r"^pull model manifest: file does not exist: nope:latest is not in the catalogue \(smollm2, "):
+def test_unknown_name_without_a_network_says_what_there_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a proxy that nobody is: no name is looked up, nothing leaves this machine
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(DownloadFailed, match=r"^pull model manifest: \S+ could not be reached: [^\n]+\. The package index has smollm2, "):
         pulled(store, "nope")
 
 
