@@ -102,14 +102,15 @@ def _is_one_of(value: Any, harmless: list[Any]) -> bool:
 
 def _explain(error: ValidationError, raw: bytes) -> BadRequest:
     problems = error.errors(include_url=False)
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return BadRequest("the request body is not valid JSON: " + first["ctx"]["error"])
+    if problems[0]["type"] == "json_invalid":
+        return BadRequest("the request body is not valid JSON: " + problems[0]["ctx"]["error"])
     document = from_json(raw)
     if not isinstance(document, dict):
         return BadRequest("the request body must be a JSON object")
+    # A value that may have one of several types fails once for each of them. The type it was meant to have is the one it fits deepest;
+    # where it fits none at all, say all of them.
+    first = max(problems, key=lambda problem: len(_place(problem["loc"], document)))
     place = _place(first["loc"], document)
-    # A value that may have one of several types fails once for each of them: say all of them, once.
     texts: list[str] = []
     for problem in problems:
         text = _text(problem)

@@ -1,4 +1,4 @@
-"""A daemon as a process of its own, with a scripted model: `python program.py FOLDER [seconds until it ends when idle]`. Prints its port."""
+"""A daemon as a process of its own, with a scripted model: `program.py FOLDER [idle seconds]`. Prints its port."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def ready(host: str, port: int) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    settings = Settings(port=0, models=folder / "models", cache=folder / "cache", idle_exit=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    idle_exit = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    settings = Settings(port=0, models=folder / "models", cache=folder / "cache", idle_exit=idle_exit)
     add_model(Store(settings.models), "tiny")
     serve(settings, ready=ready, load=functools.partial(fakes.load_scripted, reply="word " * 3000, delay=0.01), warm=False)

@@ -28,7 +28,7 @@ TOOL_TEMPLATE = CHATML + "{% if tools %}{{ tools }}{% endif %}"
 THINK_TEMPLATE = CHATML + "{% if enable_thinking %}<think>{% endif %}"
 
 
-def tiny_gguf(template: str = CHATML, **keys: tuple[str, Any]) -> bytes:
+def tiny_gguf(template: str = CHATML, keys: dict[str, tuple[str, Any]] | None = None) -> bytes:
     """A file with nothing but a header: what a fake runner is told to load, and what show and tags tell of."""
     return Builder(
         keys=[
@@ -38,7 +38,7 @@ def tiny_gguf(template: str = CHATML, **keys: tuple[str, Any]) -> bytes:
             ("llama.embedding_length", "uint32", 64),
             ("tokenizer.ggml.tokens", "array[string]", [f"t{i}" for i in range(40)]),
             ("tokenizer.chat_template", "string", template),
-            *[(name, kind, content) for name, (kind, content) in keys.items()],
+            *[(name, kind, content) for name, (kind, content) in (keys or {}).items()],
         ]
     ).bytes()
 

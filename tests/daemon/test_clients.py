@@ -10,6 +10,9 @@ import ollama
 import openai
 import pytest
 
+from localrun.errors import DownloadFailed
+from localrun.store import PullProgress, Store
+from localrun.store.progress import Cancelled, Progress
 from tests.daemon import serving
 from tests.daemon.serving import Daemon, saying
 
@@ -55,7 +58,9 @@ def test_ollama_generate(native: ollama.Client) -> None:
 def test_ollama_async(daemon: Daemon) -> None:
     async def ask(i: int) -> str:
         client = ollama.AsyncClient(host=daemon.url)
-        pieces = [piece.message.content or "" async for piece in await client.chat("tiny", [{"role": "user", "content": str(i)}], stream=True)]
+        pieces = [
+            piece.message.content or "" async for piece in await client.chat("tiny", [{"role": "user", "content": str(i)}], stream=True)
+        ]
         await client._client.aclose()
         return "".join(pieces)
 
@@ -98,7 +103,9 @@ def test_ollama_models(native: ollama.Client, daemon: Daemon) -> None:
 
 
 def test_ollama_create_from_a_model(native: ollama.Client) -> None:
-    steps = list(native.create("pirate", from_="tiny", system="talk like one", parameters={"temperature": 0.1, "stop": ["arr"]}, stream=True))
+    steps = list(
+        native.create("pirate", from_="tiny", system="talk like one", parameters={"temperature": 0.1, "stop": ["arr"]}, stream=True)
+    )
     assert steps[-1].status == "success"
     shown = native.show("pirate")
     assert shown.parameters is not None and "temperature                    0.1" in shown.parameters and '"arr"' in shown.parameters
@@ -109,7 +116,7 @@ def test_ollama_create_from_a_model(native: ollama.Client) -> None:
 
 def test_ollama_create_from_a_file(native: ollama.Client, tmp_path: Path) -> None:
     path = tmp_path / "file.gguf"
-    path.write_bytes(serving.tiny_gguf(**{"general.note": ("string", "from a file")}))
+    path.write_bytes(serving.tiny_gguf(keys={"general.note": ("string", "from a file")}))
     digest = native.create_blob(path)
     assert digest == serving.sha256(path.read_bytes())
     assert native.create_blob(path) == digest  # there already
@@ -117,7 +124,12 @@ def test_ollama_create_from_a_file(native: ollama.Client, tmp_path: Path) -> Non
     assert native.generate(model="filed", prompt="x").response == 'You said "x".'
 
 
-def test_ollama_pull_of_what_nobody_has(native: ollama.Client) -> None:
+def test_ollama_pull_of_what_nobody_has(native: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull(store: Store, name: str, progress: Progress, cancelled: Cancelled) -> None:
+        progress(PullProgress("pulling manifest"))
+        raise DownloadFailed("pull model manifest: file does not exist")
+
+    monkeypatch.setattr(Store, "pull", pull)
     with pytest.raises(ollama.ResponseError, match="pull model manifest: file does not exist"):
         native.pull("no-such-model-anywhere")
     steps = native.pull("no-such-model-anywhere", stream=True)
@@ -137,9 +149,14 @@ def test_ollama_load_and_unload(native: ollama.Client) -> None:
 
 def test_openai_chat(v1: openai.OpenAI) -> None:
     answer = v1.chat.completions.create(
-        model="tiny", messages=[{"role": "developer", "content": "brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        temperature=0.5, max_completion_tokens=100, seed=3, user="me", metadata={"a": "b"},
-    )  # fmt: skip
+        model="tiny",
+        messages=[{"role": "developer", "content": "brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        temperature=0.5,
+        max_completion_tokens=100,
+        seed=3,
+        user="me",
+        metadata={"a": "b"},
+    )
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason, choice.message.role) == ('You said "hi".', "stop", "assistant")
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == "tiny"
@@ -150,7 +167,9 @@ def test_openai_chat(v1: openai.OpenAI) -> None:
 
 def test_openai_chat_stream(v1: openai.OpenAI) -> None:
     chunks = list(
-        v1.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True, stream_options={"include_usage": True})
+        v1.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True, stream_options={"include_usage": True}
+        )
     )
     assert len({chunk.id for chunk in chunks}) == 1
     *body, usage = chunks
@@ -218,7 +237,12 @@ def test_openai_errors(v1: openai.OpenAI) -> None:
     message: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
     with pytest.raises(openai.NotFoundError) as missing:
         v1.chat.completions.create(model="none", messages=message)
-    assert missing.value.body == {"message": "model 'none' not found", "type": "not_found_error", "param": "model", "code": "model_not_found"}
+    assert missing.value.body == {
+        "message": "model 'none' not found",
+        "type": "not_found_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
     with pytest.raises(openai.BadRequestError) as unknown:
         v1.chat.completions.create(model="tiny", messages=message, extra_body={"tempo": 1})
     assert unknown.value.param == "tempo" and 'unknown field "tempo"' in str(unknown.value)
@@ -230,12 +254,22 @@ def test_openai_errors(v1: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="image_url"):
         v1.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]}]
+            model="tiny",
+            messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]}],
         )
 
 
 def test_openai_extras(v1: openai.OpenAI) -> None:
-    extras = {"top_k": 5, "min_p": 0.1, "typical_p": 1, "repeat_penalty": 1.1, "repeat_last_n": 10, "num_ctx": 2000, "keep_alive": "1m", "priority": 1}
+    extras = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "typical_p": 1,
+        "repeat_penalty": 1.1,
+        "repeat_last_n": 10,
+        "num_ctx": 2000,
+        "keep_alive": "1m",
+        "priority": 1,
+    }
     answer = v1.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], extra_body=extras)
     assert answer.choices[0].message.content == 'You said "hi".'
     cut = v1.chat.completions.create(
@@ -259,8 +293,6 @@ def test_openai_models(v1: openai.OpenAI) -> None:
     assert v1.models.retrieve("tiny").owned_by == "library"
     with pytest.raises(openai.NotFoundError):
         v1.models.retrieve("none")
-
-
 
 
 def test_openai_broken_stream_raises(tmp_path: Path) -> None:

@@ -21,18 +21,46 @@ async def nothing(scope: object, receive: object, send: object) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        "", "localhost", "LOCALHOST:11434", "localhost.", "127.0.0.1", "127.0.0.1:80", "127.8.9.1", "[::1]", "[::1]:11434", "0.0.0.0:11434",
-        "10.1.2.3", "192.168.0.7:11434", "172.16.0.1", "[fe80::1]", "app.localhost", "mybox.local", "svc.internal", socket.gethostname(),
+        "",
+        "localhost",
+        "LOCALHOST:11434",
+        "localhost.",
+        "127.0.0.1",
+        "127.0.0.1:80",
+        "127.8.9.1",
+        "[::1]",
+        "[::1]:11434",
+        "0.0.0.0:11434",
+        "10.1.2.3",
+        "192.168.0.7:11434",
+        "172.16.0.1",
+        "[fe80::1]",
+        "app.localhost",
+        "mybox.local",
+        "svc.internal",
+        socket.gethostname(),
     ],
-)  # fmt: skip
+)
 def test_hosts_that_are_this_machine(host: str) -> None:
     assert Guard(nothing, Settings(), Activity()).may_be_host(host)
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "8.8.8.8", "8.8.8.8:11434", "evil.example:11434", "local", "a@localhost", "localhost/x",
-             "localhost:99999999", "[::1", "2001:4860:4860::8888"],
-)  # fmt: skip
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "8.8.8.8",
+        "8.8.8.8:11434",
+        "evil.example:11434",
+        "local",
+        "a@localhost",
+        "localhost/x",
+        "localhost:99999999",
+        "[::1",
+        "2001:4860:4860::8888",
+    ],
+)
 def test_hosts_that_are_not(host: str) -> None:
     assert not Guard(nothing, Settings(), Activity()).may_be_host(host)
 
@@ -51,9 +79,18 @@ def test_rebinding_is_refused_over_http(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["http://localhost", "http://localhost:3000", "https://127.0.0.1:8443", "http://0.0.0.0", "app://obsidian.md", "tauri://localhost",
-     "vscode-webview://abc", "file://", "http://[::1]:5173"],
-)  # fmt: skip
+    [
+        "http://localhost",
+        "http://localhost:3000",
+        "https://127.0.0.1:8443",
+        "http://0.0.0.0",
+        "app://obsidian.md",
+        "tauri://localhost",
+        "vscode-webview://abc",
+        "file://",
+        "http://[::1]:5173",
+    ],
+)
 def test_own_origins_get_cors_headers(daemon: Daemon, origin: str) -> None:
     response = daemon.http.get("/api/version", headers={"origin": origin})
     assert response.status_code == 200
@@ -66,7 +103,9 @@ def test_own_origins_get_cors_headers(daemon: Daemon, origin: str) -> None:
     assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost.evil.example", "http://evil.example#localhost", "null", "chrome-extension://x"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "http://localhost.evil.example", "http://evil.example#localhost", "null", "chrome-extension://x"]
+)
 def test_foreign_pages_are_refused(daemon: Daemon, origin: str) -> None:
     for response in (
         daemon.http.post("/api/generate", content=b"{}", headers={"origin": origin}),

@@ -128,7 +128,7 @@ def test_expires_at_says_when(tmp_path: Path) -> None:
 def test_the_idle_model_used_least_lately_makes_room(tmp_path: Path) -> None:
     with serving.daemon(tmp_path, max_loaded_models=2) as running:
         for name in ("a", "b", "c"):
-            running.add_model(name, serving.tiny_gguf(**{"general.note": ("string", name)}))
+            running.add_model(name, serving.tiny_gguf(keys={"general.note": ("string", name)}))
         for name in ("a", "b", "a", "c"):
             assert chat(running, model=name)["status"] == 200
         assert sorted(one["name"] for one in running.loaded()) == ["a:latest", "c:latest"]
@@ -136,7 +136,7 @@ def test_the_idle_model_used_least_lately_makes_room(tmp_path: Path) -> None:
 
 def test_a_model_in_use_is_not_sent_away_and_the_newcomer_waits(tmp_path: Path) -> None:
     with serving.daemon(tmp_path, saying("word " * 30, delay=0.02), max_loaded_models=1) as running:
-        running.add_model("other", serving.tiny_gguf(**{"general.note": ("string", "other")}))
+        running.add_model("other", serving.tiny_gguf(keys={"general.note": ("string", "other")}))
         answers: list[dict[str, Any]] = []
         first = threading.Thread(target=lambda: answers.append(chat(running)))
         first.start()

@@ -40,7 +40,7 @@ def test_show_hides_long_arrays_unless_verbose(daemon: Daemon) -> None:
 def test_capabilities_come_from_the_template(daemon: Daemon) -> None:
     daemon.add_model("tooled", serving.tiny_gguf(serving.TOOL_TEMPLATE))
     daemon.add_model("thinker", serving.tiny_gguf(serving.THINK_TEMPLATE))
-    daemon.add_model("embedder", serving.tiny_gguf(**{"bert.pooling_type": ("uint32", 1)}))
+    daemon.add_model("embedder", serving.tiny_gguf(keys={"bert.pooling_type": ("uint32", 1)}))
     daemon.add_model("changed", serving.tiny_gguf(serving.TOOL_TEMPLATE), template=serving.CHATML)
     tags = {one["name"]: one["capabilities"] for one in daemon.http.get("/api/tags").json()["models"]}
     assert tags["tiny:latest"] == ["completion"]
@@ -156,7 +156,7 @@ def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_create_from_a_path_and_from_a_modelfile(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "weights.gguf"
-    path.write_bytes(serving.tiny_gguf(**{"general.note": ("string", "path")}))
+    path.write_bytes(serving.tiny_gguf(keys={"general.note": ("string", "path")}))
     made = daemon.lines("/api/create", {"model": "pathed", "from": str(path)})
     assert made[-1] == {"status": "success"}
     text = 'FROM ./weights.gguf\nPARAMETER temperature 0.25\nSYSTEM """be\nbrief"""\nMESSAGE user a\n'
@@ -173,18 +173,19 @@ def test_create_from_a_path_and_from_a_modelfile(daemon: Daemon, tmp_path: Path)
 
 
 def test_create_refuses_what_it_cannot_do() -> None:
-    def spec(local: bool = True, **body: Any) -> Any:
-        return create_spec(CreateBody.model_validate({"model": "x", **body}), local=local)
+    def spec(*, local: bool = True, **body: Any) -> Any:
+        sent = {"model": "x", **{name.rstrip("_"): value for name, value in body.items()}}
+        return create_spec(CreateBody.model_validate(sent), local=local)
 
-    assert spec(**{"from": "base"}).from_name == "base"
+    assert spec(from_="base").from_name == "base"
     assert spec(files={"a.gguf": "sha256:1"}).gguf_digest == "sha256:1"
-    assert spec(**{"from": "base"}, license="MIT").license == ["MIT"]
+    assert spec(from_="base", license="MIT").license == ["MIT"]
     with pytest.raises(Unsupported, match="more than one file"):
         spec(files={"a": "1", "b": "2"})
     with pytest.raises(BadRequest, match="clients on this machine only"):
-        spec(local=False, **{"from": str(Path("x.gguf").absolute())})
+        spec(local=False, from_=str(Path("x.gguf").absolute()))
     with pytest.raises(BadRequest, match="no absolute path"):
-        spec(**{"from": "x.gguf"})
+        spec(from_="x.gguf")
     with pytest.raises(BadRequest, match="folder"):
         spec(modelfile="FROM ./x.gguf")
     with pytest.raises(BadRequest, match="clients on this machine only"):
@@ -192,9 +193,10 @@ def test_create_refuses_what_it_cannot_do() -> None:
     with pytest.raises(BadRequest, match="there is no file"):
         spec(local=False, modelfile="FROM ./x.gguf", folder=str(Path.cwd()))
     assert spec(local=False, modelfile="FROM base").from_name == "base"
+    field: str
     for field in ("adapters", "quantize", "renderer", "parser", "remote_host", "info", "draft_files"):
         with pytest.raises(Unsupported, match=f'"{field}" is not supported'):
-            spec(**{"from": "base", field: {"a": "b"} if field in ("adapters", "info", "draft_files") else "q4_0"})
+            spec(from_="base", local=True, **{field: {"a": "b"} if field in ("adapters", "info", "draft_files") else "q4_0"})
 
 
 def test_a_go_template_gives_way_to_the_files_own(daemon: Daemon) -> None:

@@ -15,9 +15,18 @@ from tests.daemon.serving import Daemon, saying
 HI = [{"role": "user", "content": "hi"}]
 NANOSECONDS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 FINAL = {
-    "model", "created_at", "done", "done_reason", "prompt_eval_count", "eval_count", "cached_prompt_eval_count", "seed", "queue_duration",
-    "first_token_duration", *NANOSECONDS,
-}  # fmt: skip
+    "model",
+    "created_at",
+    "done",
+    "done_reason",
+    "prompt_eval_count",
+    "eval_count",
+    "cached_prompt_eval_count",
+    "seed",
+    "queue_duration",
+    "first_token_duration",
+    *NANOSECONDS,
+}
 
 
 def check_times(final: dict[str, Any]) -> None:
@@ -158,9 +167,7 @@ def test_precedence_request_model_settings(tmp_path: Path) -> None:
 
 
 def test_system_and_messages_of_the_model(daemon: Daemon) -> None:
-    daemon.add_model(
-        "primed", system="be brief", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    )
+    daemon.add_model("primed", system="be brief", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
     def rendered(path: str, **body: Any) -> str:
         answer = daemon.http.post(path, json={"model": "primed", "_debug_render_only": True, **body}).json()
@@ -186,8 +193,9 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
         ({"mirostat": 2}, 'option "mirostat" is not supported'),
     ]:
         for path in ("/api/generate", "/api/chat"):
-            response = daemon.http.post(path, json={"model": "tiny", "prompt" if "gen" in path else "messages": HI if "chat" in path else "x",
-                                                    "options": options})  # fmt: skip
+            response = daemon.http.post(
+                path, json={"model": "tiny", "prompt" if "gen" in path else "messages": HI if "chat" in path else "x", "options": options}
+            )
             assert (response.status_code, response.json()) == (400, {"error": text})
     unknown = daemon.http.post("/api/generate", json={"model": "tiny", "prompt": "x", "options": {"temprature": 1}})
     assert unknown.status_code == 400 and unknown.json()["error"].startswith('unknown option "temprature"')
@@ -209,7 +217,12 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
         ("/api/generate", b'{"model": 1}', 400, "model: should be a valid string"),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "stream": 1}', 400, "stream: should be a valid boolean"),
         ("/api/generate", b'{"model": "tiny", "temperature": 1}', 400, 'unknown field "temperature"'),
-        ("/api/chat", b'{"model": "tiny", "messages": [{"role": "user", "content": []}]}', 400, "messages[0].content: should be a valid string"),
+        (
+            "/api/chat",
+            b'{"model": "tiny", "messages": [{"role": "user", "content": []}]}',
+            400,
+            "messages[0].content: should be a valid string",
+        ),
         ("/api/chat", b'{"model": "tiny", "messages": [{"content": "x"}]}', 400, "messages[0].role is required"),
         ("/api/chat", b'{"model": "tiny", "messages": [{"role": "user", "images": ["aGk="]}]}', 400, '"images" is not supported'),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "format": "xml"}', 400, 'invalid format: "xml"'),
@@ -218,7 +231,12 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "top_logprobs": 21}', 400, "top_logprobs must be between 0 and 20"),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "keep_alive": "soon"}', 400, "keep_alive: 'soon' is no duration"),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "keep_alive": true}', 400, "keep_alive: should be a valid integer"),
-        ("/api/chat", b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tiny does not support tools"),
+        (
+            "/api/chat",
+            b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
+            400,
+            "tiny does not support tools",
+        ),
         ("/api/generate", b'{"model": "tiny", "prompt": "a", "suffix": "b"}', 400, "tiny does not support insert"),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "context": [99999]}', 400, "token 99999 is outside"),
     ],

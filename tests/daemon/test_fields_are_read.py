@@ -1,0 +1,89 @@
+"""No field is accepted and forgotten: while requests of every kind are answered, each honoured field of each body is read somewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localrun.api.fields import Body, use_of
+from localrun.api.reference import inner_bodies
+from localrun.api.routes import ROUTES
+from tests.daemon import serving
+from tests.daemon.serving import Daemon
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+# One request or more for each body. What they are answered does not count here; that they reach everything does.
+REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/api/show", {"name": "able"}),
+    ("POST", "/api/generate", {"model": "able", "prompt": "x", "raw": True}),
+    ("POST", "/api/generate", {"model": "able", "prompt": "x", "suffix": "y", "logprobs": True, "top_logprobs": 1, "stream": False}),
+    (
+        "POST",
+        "/api/chat",
+        {"model": "able", "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "logprobs": True, "tools": [TOOL]},
+    ),
+    ("POST", "/api/chat", {"model": "able", "messages": [USER], "truncate": True}),
+    ("POST", "/api/pull", {"name": "nobody-has-this", "stream": False}),
+    ("POST", "/api/create", {"name": "made", "from": "able", "messages": [USER]}),
+    ("POST", "/api/create", {"model": "made", "modelfile": "FROM able", "folder": "/"}),
+    ("POST", "/api/copy", {"source": "able", "destination": "copied"}),
+    ("DELETE", "/api/delete", {"name": "copied"}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {
+            "model": "able",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},
+                {"role": "assistant", "tool_calls": [CALL], "reasoning": "r"},
+                {"role": "assistant", "refusal": "no", "reasoning_content": "r"},
+                {"role": "tool", "tool_call_id": "c", "content": "1"},
+            ],
+            "tools": [TOOL],
+            "stream_options": {"include_usage": True},
+            "reasoning": {"effort": "none"},
+            "stream": True,
+        },
+    ),
+    ("POST", "/v1/chat/completions", {"model": "able", "messages": [USER], "logprobs": True, "top_logprobs": 1}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {
+            "model": "able",
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+        },
+    ),
+    ("POST", "/v1/completions", {"model": "able", "prompt": ["x"], "stream_options": {}}),
+]
+
+
+def test_every_honoured_field_is_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[tuple[str, str]] = set()
+    plain = Body.__getattribute__
+
+    def watching(self: Body, name: str) -> Any:
+        if not name.startswith("__"):
+            read.add((type(self).__name__, name))
+        return plain(self, name)
+
+    daemon.add_model("able", serving.tiny_gguf(serving.TOOL_TEMPLATE + "<think>", keys={"tokenizer.ggml.fim_pre_token_id": ("uint32", 1)}))
+    monkeypatch.setattr(Body, "__getattribute__", watching)
+    monkeypatch.setattr(type(daemon.store), "pull", lambda *anything: None)
+    for method, path, body in REQUESTS:
+        response = daemon.http.request(method, path, json=body)
+        assert "unknown field" not in response.text and "is required" not in response.text, response.text
+    wanted = {
+        (body.__name__, name)
+        for route in ROUTES
+        if route.body is not None
+        for body in (route.body, *inner_bodies(route.body))
+        for name, (_, use, _) in use_of(body).items()
+        if use == "honoured"
+    }
+    assert not wanted - read, f"read nowhere: {sorted(wanted - read)}"
