@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,6 +13,8 @@ from localrun.errors import LoadFailed, LocalrunError, ModelFileRejected
 from localrun.messages import Load
 from localrun.models.errors import ModelFileError
 from localrun.models.model import LoadOptions, Model, Progress
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from localrun.text.template import ChatTemplate
@@ -56,8 +59,11 @@ def resolve_loader(loader: Loader | str | None) -> Loader:
     return loader
 
 
-def as_localrun_error(error: BaseException) -> LocalrunError:
-    """The error to report for whatever went wrong in the layers below: the one place where theirs become ours."""
+def as_localrun_error(error: Exception, what: str) -> LocalrunError:
+    """The error to report for whatever went wrong in the layers below: the one place where theirs become ours.
+
+    What is nobody's fault but ours is logged, with `what` was being done.
+    """
     if isinstance(error, LocalrunError):
         return error
     if isinstance(error, ModelFileError):
@@ -66,4 +72,5 @@ def as_localrun_error(error: BaseException) -> LocalrunError:
         return LoadFailed("not enough memory for this model; close something, or choose a smaller model or num_ctx")
     if isinstance(error, OSError):
         return LoadFailed(f"{error.strerror or type(error).__name__}: {error.filename or 'the model file'}")
+    log.error("%s failed", what, exc_info=error)
     return LocalrunError(f"internal error in the runner: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -93,9 +93,7 @@ def main(connection: Connection, load: Loader | str | None = None) -> None:
     except DaemonGone:
         pass
     except Exception as error:
-        if not isinstance(error, LocalrunError):
-            log.exception("loading failed")
-        _report_failure(pipe, "", as_localrun_error(error))
+        _report_failure(pipe, "", as_localrun_error(error, "loading"))
     finally:
         pipe.close()
 
@@ -220,9 +218,7 @@ class Runner:
             raise
         except Exception as error:
             request_id = _request_id(message)
-            if not isinstance(error, LocalrunError):
-                log.exception("request %s failed", request_id)
-            _report_failure(self._pipe, request_id, as_localrun_error(error))
+            _report_failure(self._pipe, request_id, as_localrun_error(error, f"request {request_id}"))
             return
         if answer is not None:
             self._pipe.send(answer)

@@ -119,10 +119,10 @@ class Engine:
         try:
             logits = self.model.forward(spans)
         except Exception as error:
-            log.exception("forward pass of %d rows failed", plan.rows)
+            failure = as_localrun_error(error, f"a forward pass of {plan.rows} rows")
             for s in plan.slices:
                 s.seq.may_reuse = False  # nothing of what it computed is to be trusted
-                self.fail(s.seq.request_id, as_localrun_error(error))
+                self.fail(s.seq.request_id, failure)
             return None
         self.cost.observe(plan.rows, plan.attended, self._clock() - began)
         ends = np.cumsum([len(span.outputs) for span in spans])
@@ -137,9 +137,7 @@ class Engine:
             try:
                 s.seq.computed += self._job(s.seq).take(rows, s.draft)
             except Exception as error:
-                if not isinstance(error, LocalrunError):
-                    log.exception("request %s failed", s.seq.request_id)
-                self.fail(s.seq.request_id, as_localrun_error(error))
+                self.fail(s.seq.request_id, as_localrun_error(error, f"request {s.seq.request_id}"))
             else:
                 taken.append(s)
         return taken
@@ -159,7 +157,7 @@ class Engine:
                 self._emit(event)
 
     def _give_up(self) -> None:
-        """A scheduler that finds nothing to do for what there is would turn in circles for ever: that is a defect, and nobody shall wait for it."""
+        """A scheduler that finds nothing to do would turn in circles for ever: that is a defect, and nobody shall wait for it."""
         log.error("nothing can be scheduled: %s", [(s.request_id, s.phase, s.computed, len(s.tokens)) for s in self.scheduler.sequences])
         for request_id in list(self._jobs):
             self.fail(request_id, LocalrunError("internal error in the runner: nothing can be scheduled"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -34,6 +38,10 @@ class Asked:
     at: int
     until: int | None
     priority: int
+
+
+def joined(lists: Iterable[list]) -> list:
+    return list(chain.from_iterable(lists))
 
 
 asked = st.builds(
@@ -308,8 +316,6 @@ def test_logprobs_are_the_model_s_own() -> None:
     harness = Harness(FakeModel(eog_bias=-100))
     outcome = harness.ask("hello", max_tokens=3, logprobs=273, temperature=0.3, repeat_penalty=2.0, logit_bias={97: 50.0})
     harness.run()
-    import math
-
     for piece in outcome.pieces:
         for item in piece.logprobs:
             assert sum(math.exp(t.logprob) for t in item.top) == pytest.approx(1.0, abs=1e-5)
@@ -322,7 +328,7 @@ def test_a_pass_that_fails_fails_its_requests_only() -> None:
     harness = Harness(n_blocks=32)
     broken = harness.ask([BOS, 97], max_tokens=5)
     real = harness.model.forward
-    harness.model.forward = lambda spans: 1 // 0  # type: ignore[method-assign, assignment]
+    harness.model.forward = lambda spans: 1 // 0  # type: ignore
     harness.step()
     harness.model.forward = real  # type: ignore[method-assign]
     assert broken.failed is not None
@@ -338,7 +344,7 @@ def test_a_row_of_nan_fails_its_own_request() -> None:
     harness.ask([BOS, 97], max_tokens=5)
     bad = harness.ask([BOS, 98], max_tokens=5)
     real = harness.model.logits
-    harness.model.logits = lambda e, t: real(e, t) * (float("nan") if 98 in t[:2] else 1.0)  # type: ignore[method-assign]
+    harness.model.logits = lambda e, t: real(e, t) * np.float32("nan" if 98 in t[:2] else 1.0)  # type: ignore
     harness.run()
     assert bad.failed is not None
     assert "not a number" in bad.failed.message
@@ -355,17 +361,17 @@ def test_evaluation_is_teacher_forcing() -> None:
     other = harness.ask([BOS, 97], max_tokens=5)
     harness.run()
     assert [c.first for c in outcome.evaluated] == sorted(c.first for c in outcome.evaluated)
-    assert sum((c.tokens for c in outcome.evaluated), []) == tokens
-    nll = sum((c.nll for c in outcome.evaluated), [])
+    assert joined(c.tokens for c in outcome.evaluated) == tokens
+    nll = joined(c.nll for c in outcome.evaluated)
     assert len(nll) == len(tokens) - 1
     assert len(outcome.evaluated) > 2
     for n in range(1, len(tokens)):
         single = harness.add_job(harness.intake.evaluation(Evaluate(request_id=f"e{n}", tokens=tokens[: n + 1], top=4, ids=ids[: n + 1])))
         harness.run()
-        assert sum((c.nll for c in single.evaluated), [])[n - 1] == nll[n - 1]
-    top = sum((c.top_ids for c in outcome.evaluated), [])
-    values = sum((c.top_logprobs for c in outcome.evaluated), [])
-    wanted = sum((c.logprobs for c in outcome.evaluated), [])
+        assert joined(c.nll for c in single.evaluated)[n - 1] == nll[n - 1]
+    top = joined(c.top_ids for c in outcome.evaluated)
+    values = joined(c.top_logprobs for c in outcome.evaluated)
+    wanted = joined(c.logprobs for c in outcome.evaluated)
     assert all(len(t) == 4 for t in top)
     assert all(v == sorted(v, reverse=True) for v in values)
     for i in range(len(tokens) - 1):

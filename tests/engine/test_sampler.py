@@ -1,0 +1,221 @@
+"""The sampler against the definitions, spelled out slowly over whole vocabularies."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from localrun.engine.draws import draw_seed, mix, uniform
+from localrun.engine.sampler import Sampler, logprobs_of
+from localrun.engine.selection import draw_from_all, largest, log_sum_exp
+from localrun.errors import LocalrunError
+from localrun.messages import Sampling
+
+Row = NDArray[np.float32]
+
+
+def rows_of(*sizes: int) -> st.SearchStrategy[Row]:
+    return st.builds(
+        lambda n, seed, scale, ties: np.round(np.random.default_rng(seed).normal(size=n) * scale, 0 if ties else 6).astype(np.float32),
+        st.sampled_from(sizes),
+        st.integers(0, 10_000),
+        st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+        st.booleans(),
+    )
+
+
+rows = rows_of(1, 2, 63, 64, 65, 1000, 9000)
+
+
+def slow_distribution(row: Row, o: Sampling) -> dict[int, float]:
+    """What each token's probability must be, by the book: everything sorted, everything in float64."""
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    kept = [i for i in order if row[i] > -math.inf]
+    if o.temperature == 0:
+        return {kept[0]: 1.0}
+
+    def softmax(ids: list[int], temperature: float = 1.0) -> list[float]:
+        top = max(float(row[i]) for i in ids)
+        weights = [math.exp((float(row[i]) - top) / temperature) for i in ids]
+        return [w / sum(weights) for w in weights]
+
+    def first_of_mass(shares: list[float], mass: float) -> int:
+        total = 0.0
+        for n, share in enumerate(shares, 1):
+            total += share
+            if total >= mass:
+                return n
+        return len(shares)
+
+    if o.top_k > 0:
+        kept = kept[: o.top_k]
+    if o.typical_p < 1:
+        shares = softmax(kept)
+        entropy = -sum(p * math.log(p) for p in shares if p)
+        by_typicality = sorted(range(len(kept)), key=lambda j: abs(-math.log(max(shares[j], 1e-300)) - entropy))
+        chosen = by_typicality[: first_of_mass([shares[j] for j in by_typicality], o.typical_p)]
+        kept = [kept[j] for j in sorted(chosen)]
+    if o.top_p < 1:
+        kept = kept[: first_of_mass(softmax(kept), o.top_p)]
+    if o.min_p > 0:
+        kept = [i for i in kept if float(row[i]) >= float(row[kept[0]]) + math.log(o.min_p)]
+    return dict(zip(kept, softmax(kept, o.temperature), strict=True))
+
+
+@settings(deadline=None)
+@given(rows, st.integers(0, 200))
+def test_largest(row: Row, k: int) -> None:
+    expected = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+    assert largest(row, k).tolist() == expected
+
+
+@settings(deadline=None)
+@given(rows, st.integers(1, 50), st.integers(0, 100))
+def test_largest_of_a_masked_row(row: Row, k: int, seed: int) -> None:
+    row = np.where(np.random.default_rng(seed).random(len(row)) < 0.99, -np.inf, row).astype(np.float32)
+    expected = [i for i in sorted(range(len(row)), key=lambda i: (-row[i], i)) if row[i] > -np.inf][:k]
+    assert largest(row, k).tolist() == expected
+
+
+@settings(deadline=None)
+@given(rows)
+def test_log_sum_exp(row: Row) -> None:
+    exact = math.log(sum(math.exp(float(x) - float(row.max())) for x in row)) + float(row.max())
+    assert log_sum_exp(row) == pytest.approx(exact, abs=1e-5)
+
+
+@settings(deadline=None)
+@given(rows, st.floats(0, 1, exclude_max=True))
+def test_draw_from_all(row: Row, u: float) -> None:
+    """The token whose interval holds u, when all are laid end to end by id."""
+    token = draw_from_all(row, u)
+    shares = np.exp(row.astype(np.float64) - row.max())
+    ends = np.cumsum(shares) / shares.sum()
+    before = ends[token - 1] if token else 0.0
+    assert before - 1e-5 <= u <= ends[token] + 1e-5
+    assert shares[token] > 0
+
+
+options = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5, 40, 400]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    typical_p=st.sampled_from([1.0, 0.9, 0.3]),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_of(1, 2, 64, 65, 400, 700), options)
+def test_only_what_the_filters_leave_is_drawn(row: Row, o: Sampling) -> None:
+    # A cut that falls on a sum of shares equal to top_p may move by a token in another precision: such tokens are let pass.
+    looser = msgspec.structs.replace(o, top_p=min(1.0, o.top_p + 1e-6), typical_p=min(1.0, o.typical_p + 1e-6))
+    allowed = slow_distribution(row, o).keys() | slow_distribution(row, looser).keys()
+    drawn = {Sampler(o, o.seed or 0).choose(row.copy(), [], position) for position in range(20)}
+    assert drawn <= allowed
+
+
+@pytest.mark.parametrize(
+    "o",
+    [
+        Sampling(),
+        Sampling(temperature=1.0, top_k=0, top_p=1.0),
+        Sampling(temperature=0.5, top_k=0, top_p=1.0),
+        Sampling(temperature=1.0, top_k=0, top_p=0.7),
+        Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.1),
+        Sampling(temperature=1.0, top_k=0, top_p=1.0, typical_p=0.6),
+        Sampling(temperature=1.0, top_k=6, top_p=0.9, min_p=0.05, typical_p=0.8),
+    ],
+)
+def test_draws_follow_the_distribution(o: Sampling) -> None:
+    """Chi-squared over 20,000 draws; the threshold would be passed by chance once in a million times."""
+    row = (np.random.default_rng(5).normal(size=300) * 2).astype(np.float32)
+    expected = slow_distribution(row, o)
+    n = 20_000
+    sampler = Sampler(o, 12345)
+    drawn = np.bincount([sampler.choose(row.copy(), [], position) for position in range(n)], minlength=300)
+    likely = [i for i, p in expected.items() if p * n >= 5]
+    chi2 = sum((drawn[i] - expected[i] * n) ** 2 / (expected[i] * n) for i in likely)
+    degrees = max(1, len(likely) - 1)
+    assert chi2 < degrees + 5 * math.sqrt(2 * degrees) + 15
+    assert drawn.sum() == sum(drawn[i] for i in expected)
+
+
+def test_penalties_by_the_book() -> None:
+    """repeat: above 0 divided, below 0 multiplied; frequency by count; presence once; only the window counts."""
+    row = np.array([2.0, -1.0, 0.5, 3.0, 1.0], np.float32)
+    o = Sampling(temperature=0, repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5, repeat_last_n=4)
+    Sampler(o, 0).choose(changed := row.copy(), [4, 0, 0, 1, 3], 5)
+    assert changed.tolist() == pytest.approx([1.0 - 0.5 - 0.5, -2.0 - 0.25 - 0.5, 0.5, 1.5 - 0.25 - 0.5, 1.0])
+    whole = Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=-1)
+    Sampler(whole, 0).choose(changed := row.copy(), [4, 0, 0, 1, 3], 5)
+    assert changed.tolist() == pytest.approx([1.0, -2.0, 0.5, 1.5, 0.5])
+    none = Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0)
+    Sampler(none, 0).choose(changed := row.copy(), [4, 0, 0, 1, 3], 5)
+    assert changed.tolist() == row.tolist()
+
+
+def test_bias_and_mask_come_first() -> None:
+    row = np.array([0.0, 1.0, 2.0], np.float32)
+    assert Sampler(Sampling(temperature=0, logit_bias={0: 5.0}), 0).choose(row.copy(), [], 0) == 0
+    mask = np.array([False, True, False])
+    assert Sampler(Sampling(temperature=0, logit_bias={0: 100.0}), 0).choose(row.copy(), [], 0, mask) == 1
+    assert {Sampler(Sampling(temperature=5.0), 0).choose(row.copy(), [], p, mask) for p in range(50)} == {1}
+    with pytest.raises(LocalrunError, match="no token is allowed"):
+        Sampler(Sampling(), 0).choose(row.copy(), [], 0, np.zeros(3, bool))
+    with pytest.raises(LocalrunError, match="not a number"):
+        Sampler(Sampling(), 0).choose(np.array([0.0, np.nan, 1.0], np.float32), [], 0)
+
+
+def test_equal_logits_go_by_id() -> None:
+    assert Sampler(Sampling(temperature=0), 0).choose(np.zeros(1000, np.float32), [], 0) == 0
+    assert Sampler(Sampling(top_k=1), 0).choose(np.zeros(1000, np.float32), [], 0) == 0
+
+
+def test_logprobs() -> None:
+    row = (np.random.default_rng(1).normal(size=5000) * 3).astype(np.float32)
+    exact = row.astype(np.float64) - math.log(np.exp(row.astype(np.float64)).sum())
+    found = logprobs_of(row, 17, 5)
+    assert found.chosen == pytest.approx(exact[17], abs=1e-5)
+    assert [i for i, _ in found.top] == np.argsort(-exact)[:5].tolist()
+    assert [p for _, p in found.top] == pytest.approx(np.sort(exact)[::-1][:5].tolist(), abs=1e-5)
+    assert logprobs_of(row, 17, 0).top == []
+
+
+# ---- draws ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 63))
+def test_mix_moves_about_half_of_the_bits(word: int, bit: int) -> None:
+    changed = (mix(word) ^ mix(word ^ (1 << bit))).bit_count()
+    assert 8 <= changed <= 56
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 3))
+def test_uniform_takes_any_seed(seed: int, position: int, stream: int) -> None:
+    assert 0.0 <= uniform(seed, position, stream) < 1.0
+    assert uniform(seed, position, stream) == uniform(seed, position, stream)
+
+
+@pytest.mark.parametrize("vary", ["seed", "position", "stream"])
+def test_uniform_is_uniform_along_each_word(vary: str) -> None:
+    """Kolmogorov-Smirnov against the uniform distribution, and no correlation from one to the next."""
+    n = 20_000
+    values = np.array([uniform(**{"seed": 1, "position": 1, "stream": 1, vary: i}) for i in range(n)])
+    distance = np.abs(np.sort(values) - (np.arange(n) + 0.5) / n).max()
+    assert distance < 2.2 / math.sqrt(n)
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / math.sqrt(n)
+
+
+def test_drawn_seeds_differ_and_are_small() -> None:
+    seeds = {draw_seed() for _ in range(100)}
+    assert len(seeds) > 95
+    assert all(0 <= seed < 2**31 for seed in seeds)
