@@ -12,7 +12,7 @@ from typing import Final
 from localrun.models.errors import ModelFileError
 from localrun.text.merging import merge
 from localrun.text.pretokenizers import Family, Splitter
-from localrun.text.utf8 import code_points
+from localrun.text.utf8 import WHITESPACE, code_points
 from localrun.text.vocab import SPACE, Vocab
 
 _CACHED_WORD = 64
@@ -39,6 +39,7 @@ class BytePairEncoder:
         self._ids = vocab.ids
         self._family = family
         self._escape_spaces = vocab.escape_spaces
+        self._lowercase = family.drop_spaces and vocab.lowercase
         self._splitter = Splitter(family.steps)
         self._ranks = dict(zip(merges, range(len(merges))))
         if len(self._ranks) != len(merges):  # of equal pairs the first counts
@@ -53,9 +54,14 @@ class BytePairEncoder:
         text = code_points(text)
         if self._escape_spaces:
             text = text.replace(" ", SPACE)
+        words = self._splitter.split(text.lower() if self._lowercase else text)
+        if self._family.drop_spaces:
+            words = [word for word in words if word[0] not in WHITESPACE]
+        elif self._family.space_before_words:
+            words = _with_space_before(words)
         known = self._known
         out: list[int] = []
-        for word in self._splitter.split(text):
+        for word in words:
             ids = known.get(word)
             if ids is None:
                 ids = self._encode_word(word)
@@ -88,6 +94,17 @@ class BytePairEncoder:
 
     def _rank(self, left: str, right: str) -> int | None:
         return self._ranks.get(f"{left} {right}")
+
+
+def _with_space_before(lines: list[str]) -> list[str]:
+    """Lines cut into words that begin with U+2581; one that a line lacks is put in front. Line breaks stay as they are."""
+    words: list[str] = []
+    for line in lines:
+        first, *rest = line.split(SPACE)
+        if first:
+            words.append(first if first[0] == "\n" else SPACE + first)
+        words += [SPACE + word for word in rest]
+    return words
 
 
 def decode_bytes(text: str) -> bytes:

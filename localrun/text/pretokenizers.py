@@ -9,6 +9,8 @@ Beside the cuts, the name decides a few habits of the family (`Family`), as the 
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -52,6 +54,7 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _DEEPSEEK3 = rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BREAKS}|{_SPACES}"
+_SPARK = rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _CASED_LETTERS = (
     # Latin, Greek, Cyrillic, Armenian, Georgian, Cherokee and further letters with case, as DeepSeek LLM lists them.
@@ -69,23 +72,52 @@ _CASED_LETTERS = (
 # ---- steps that are no regular expressions ----
 
 
-def _digits_in_threes_from_the_right(text: str) -> list[Span]:
-    """Runs of decimal digits in groups of three counted from the right (12 345 678), everything else in between as it is."""
+def _threes(run: str, at: int) -> list[Span]:
+    """Spans of a run of digits that begins at `at`: groups of three counted from its right end (12 345 678)."""
+    end = at + len(run)
+    first = at + (len(run) % 3 or 3)
+    return [(at, first), *((i, i + 3) for i in range(first, end, 3))]
+
+
+def _numbers_in_threes(piece: str) -> list[Span]:
+    """For a piece that an expression \\p{N}+ left: numbers in threes from the right, anything else whole."""
+    return _threes(piece, 0) if unicodedata.category(piece[0])[0] == "N" else [(0, len(piece))]
+
+
+def _text_and_numbers_in_threes(text: str) -> list[Span]:
+    """Numbers in threes from the right, the first group together with the text before it: spaces there see that a number follows."""
     spans: list[Span] = []
-    at = 0
+    start = at = 0
     while at < len(text):
         end = at
-        digit = text[at].isdecimal()
-        while end < len(text) and text[end].isdecimal() == digit:
+        while end < len(text) and unicodedata.category(text[end])[0] == "N":
             end += 1
-        if not digit:
-            spans.append((at, end))
-        else:
-            first = at + ((end - at) % 3 or 3)
-            spans += [(at, first), *((i, i + 3) for i in range(first, end, 3))]
-        at = end
+        if end == at:
+            at += 1
+            continue
+        groups = _threes(text[at:end], at)
+        spans += [(start, groups[0][1]), *groups[1:]]
+        start = at = end
+    if start < len(text):
+        spans.append((start, len(text)))
     return spans
 
+
+def _ascii_digits_in_threes(piece: str) -> list[Span]:
+    """Runs of 0 to 9 in threes from the right, what is between them whole."""
+    spans: list[Span] = []
+    at = 0
+    for match in _ASCII_DIGITS.finditer(piece):
+        if match.start() > at:
+            spans.append((at, match.start()))
+        spans += _threes(match[0], match.start())
+        at = match.end()
+    if at < len(piece):
+        spans.append((at, len(piece)))
+    return spans
+
+
+_ASCII_DIGITS = re.compile("[0-9]+")
 
 # ---- families ----
 
@@ -106,12 +138,18 @@ class Family:
     """Bytes are written in GPT-2's printable alphabet; otherwise as they are, spaces as U+2581."""
     whole_line_breaks: bool = False
     """A word of line breaks alone that is a token is taken whole."""
+    always_bos: bool = False
+    """A beginning-of-sequence token is added whatever the file says: files of this family say it wrongly."""
+    space_before_words: bool = False
+    """Every word has a U+2581 in front, in the text or not."""
+    drop_spaces: bool = False
+    """White space separates words and is not kept."""
 
 
 _KANA_AND_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _OLD_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_ASIAN_SCRIPTS = (
-    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+_ASIAN_SCRIPTS = (  # 8c48 is what Unicode normalization made of f900, in the reference too
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
     "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _HANGUL_MARKS_BOPOMOFO_KANA = (
@@ -129,6 +167,9 @@ _LLAMA3_FAMILY = Family((_LLAMA3,))
 _QWEN2_FAMILY = Family((_QWEN2,), clean_spaces=False)
 _DEEPSEEK3_FAMILY = Family((r"\p{N}{1,3}", _KANA_AND_HAN, _DEEPSEEK3), clean_spaces=False)
 _GPT4O_FAMILY = Family((_cased(r"\p{N}{1,3}", upper=_NOT_ASCII_LOWER, lower=_NOT_ASCII_UPPER),), clean_spaces=False)
+_GRANITE_UPPER = r"(?:(?=[\p{L}\p{M}])[^a-z])"
+_GRANITE_LOWER = r"(?:(?=[\p{L}\p{M}])[^A-Z])"
+_KIMI = rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^\p{{Han}}]]+(?:{_CONTRACTION})?|\p{{N}}{{1,3}}|{_MARKS}|{_BREAKS}|{_SPACES}"
 _BLOOM_FAMILY = Family((_BLOOM,))
 _SPM_LIKE = Family((_LINES,), byte_level=False)
 
@@ -138,19 +179,23 @@ _FAMILIES: dict[tuple[str, ...], Family] = {
         _LLAMA3_FAMILY, ignore_merges=True, add_bos=True
     ),
     ("dbrx", "smaug-bpe"): _LLAMA3_FAMILY,
-    ("glm4", "chatglm-bpe"): replace(_LLAMA3_FAMILY, no_bos=True),
+    ("chatglm-bpe",): replace(_LLAMA3_FAMILY, no_bos=True),
+    ("glm4", "glm5"): replace(_LLAMA3_FAMILY, no_bos=True, ignore_merges=True),
     ("jais-2",): Family((_tiktoken(r"\p{N}{1,3}", spaces=_HALVING_SPACES),)),
     ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "exaone4",
      "mpt", "olmo", "jais"): _GPT2_FAMILY,
     ("jina-v1-en", "jina-v2-code", "roberta-bpe"): replace(_GPT2_FAMILY, add_sep=True),
     ("trillion", "granite-docling"): replace(_GPT2_FAMILY, clean_spaces=False),
-    ("starcoder", "refact", "codeshell", "exaone", "minerva-7b"): _DIGIT_FAMILY,
+    ("starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"): _DIGIT_FAMILY,
     ("command-r", "smollm"): replace(_DIGIT_FAMILY, clean_spaces=False),
     ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "hunyuan", "solar-open", "grok-2"): _QWEN2_FAMILY,
     ("stablelm2", "megrez"): replace(_QWEN2_FAMILY, clean_spaces=True),
     ("qwen35",): Family(
         (_tiktoken(r"\p{N}", word=r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", marks=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), clean_spaces=False
     ),
+    ("laguna",): Family((_LINES, _QWEN2), clean_spaces=False),
+    ("ufakzeka",): Family((rf"{_WORD}|\p{{N}}|{_MARKS}|{_BREAKS}|{_SPACES}",), clean_spaces=False),
+    ("kimi-k2",): Family((_KIMI,), clean_spaces=False),
     ("minicpm5",): Family((r"\p{N}{1,3}", _tiktoken(r"\p{N}+")), ignore_merges=True),
     ("seed-coder",): Family((_tiktoken(r"\p{N}", marks=r" ?[^\s\p{L}\p{N}\r\n]+"),), clean_spaces=False),
     ("bailingmoe", "bailingmoe2", "llada-moe"): Family(
@@ -171,7 +216,8 @@ _FAMILIES: dict[tuple[str, ...], Family] = {
     ),
     ("deepseek-coder",): Family(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _OLD_CJK, r"\p{N}"), clean_spaces=False),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm"): _DEEPSEEK3_FAMILY,
-    ("afmoe",): Family((_digits_in_threes_from_the_right, _ASIAN_SCRIPTS, _DEEPSEEK3), clean_spaces=False),
+    ("spark2_5",): Family((r"\p{N}", _KANA_AND_HAN, _SPARK), clean_spaces=False),
+    ("afmoe",): Family((_text_and_numbers_in_threes, _ASIAN_SCRIPTS, _DEEPSEEK3), clean_spaces=False),
     ("youtu",): Family(
         (_HANGUL_MARKS_BOPOMOFO_KANA, _cased(r"\p{N}", upper=_UPPER, lower=_LOWER)), clean_spaces=False, ignore_merges=True
     ),
@@ -184,15 +230,20 @@ _FAMILIES: dict[tuple[str, ...], Family] = {
         clean_spaces=False, ignore_merges=True, add_bos=True,
     ),
     ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): _GPT4O_FAMILY,
+    ("granite-embed-multi-97m",): Family(
+        (_cased(r"\p{N}{1,3}", upper=_GRANITE_UPPER, lower=_GRANITE_LOWER),), clean_spaces=False, ignore_merges=True
+    ),
     ("tiny_aya", "cohere2moe"): Family(
-        (_digits_in_threes_from_the_right, _cased(r"\p{N}{1,3}", upper=_UPPER, lower=_LOWER)), clean_spaces=False
+        (r"\p{N}+", _numbers_in_threes, _cased(r"\p{N}{1,3}", upper=_UPPER, lower=_LOWER)), clean_spaces=False
     ),
     ("chameleon",): Family(
         ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
         clean_spaces=False, add_bos=True,
     ),
-    ("superbpe",): Family((r"\p{N}+", _digits_in_threes_from_the_right), clean_spaces=False),
-    ("gemma4", "granite-embed-multi-311m"): replace(_SPM_LIKE, whole_line_breaks=True),
+    ("superbpe",): Family((r"\p{N}+", _ascii_digits_in_threes), clean_spaces=False),
+    ("gemma4", "granite-embed-multi-311m"): replace(_SPM_LIKE, whole_line_breaks=True, always_bos=True),
+    ("mmbert",): replace(_SPM_LIKE, space_before_words=True),
+    ("whitespace",): Family((r"\S+",), byte_level=False, drop_spaces=True),
     ("sarvam-moe",): replace(_SPM_LIKE, clean_spaces=False),
 }  # fmt: skip
 

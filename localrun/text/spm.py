@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from localrun.text.merging import merge
-from localrun.text.utf8 import raw_characters, to_bytes
+from localrun.text.utf8 import is_utf8, raw_characters, to_bytes
 from localrun.text.vocab import SPACE, Vocab, neighbours_of_space
 
 _CACHED_WORD = 64
@@ -25,8 +25,7 @@ class SentencePieceEncoder:
         self._unknown = [] if vocab.unk is None else [vocab.unk]
         self._space_prefix = vocab.add_space_prefix
         joined = neighbours_of_space(vocab.tokens)
-        # A byte that is no UTF-8 may announce a character that takes in what follows.
-        self._cut = re.compile(f"(?<=[^{SPACE}\udc80-\udcff{re.escape(joined)}])(?={SPACE})")
+        self._cut = re.compile(f"(?<=[^{SPACE}{re.escape(joined)}])(?={SPACE})")
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str, *, after_special: bool = True) -> list[int]:
@@ -36,9 +35,12 @@ class SentencePieceEncoder:
         """
         if self._space_prefix and after_special:
             text = " " + text
+        text = text.replace(" ", SPACE)
+        # A byte that is no UTF-8 may announce a character that takes in a space, so then there are no safe cuts.
+        words = self._cut.split(text) if is_utf8(text) else [text]
         known = self._known
         out: list[int] = []
-        for word in self._cut.split(text.replace(" ", SPACE)):
+        for word in words:
             ids = known.get(word)
             if ids is None:
                 ids = self._encode_word(word)

@@ -125,7 +125,7 @@ class Tokenizer:
         if attr & (CONTROL | UNKNOWN | USER_DEFINED):
             return to_bytes(text)
         if attr & NORMAL:
-            if self.vocab.model in ("gpt2", "gemma4") and not self.vocab.escape_spaces:
+            if self.vocab.model == "gpt2" and not self.vocab.escape_spaces:
                 return decode_bytes(text)
             return to_bytes(text.replace(SPACE, " "))
         if attr & BYTE and text.startswith("<0x") and len(text) == 6:
@@ -133,6 +133,7 @@ class Tokenizer:
         return b""
 
 
+_BPE_MODELS = ("gpt2", "gemma4", "whitespace")
 _ENCODERS: dict[str, Callable[[Vocab], Encoder]] = {
     "llama": SentencePieceEncoder,
     "bert": WordPieceEncoder,
@@ -148,7 +149,7 @@ def load_tokenizer(gguf: GGUFFile, cache_dir: Path | None = None, digest: str = 
     Raises ModelFileError: keys are missing or contradict each other, or the kind of tokenizer or pre-tokenizer is not supported.
     """
     model = check_known_model(gguf)
-    if model in ("gpt2", "gemma4"):
+    if model in _BPE_MODELS:
         return _load_bpe(gguf, model)
     bert = model == "bert"
     vocab = read_vocab(gguf, add_bos=model in ("llama", "bert"), clean_spaces=bert, escape_spaces=True, add_sep=bert, no_bos=False)
@@ -165,11 +166,15 @@ def _load_bpe(gguf: GGUFFile, model: str) -> Tokenizer:
         gguf,
         add_bos=family.add_bos,
         clean_spaces=family.clean_spaces,
-        escape_spaces=not family.byte_level,
+        escape_spaces=not family.byte_level and not family.drop_spaces,
         add_sep=family.add_sep,
         no_bos=family.no_bos,
     )
-    return Tokenizer(vocab, BytePairEncoder(vocab, family, keys.strings("tokenizer.ggml.merges")))
+    if family.always_bos:
+        vocab.add_bos = True
+    # Kimi K2 joins by the tokens alone; its files need no merges.
+    merges = keys.strings("tokenizer.ggml.merges", []) if pre == "kimi-k2" else keys.strings("tokenizer.ggml.merges")
+    return Tokenizer(vocab, BytePairEncoder(vocab, family, merges))
 
 
 def _clean_spaces(text: bytes) -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 REPLACEMENT = "\ufffd"
 WIDE_SPACES = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
 """Unicode's white space beyond ASCII."""
+WHITESPACE = frozenset("\t\n\v\f\r " + WIDE_SPACES)
 
 
 def to_text(data: str | bytes) -> str:
@@ -24,13 +25,20 @@ def to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def code_points(text: str) -> str:
-    """`text` with stray bytes read leniently: overlong forms and encoded surrogates are what they spell, any other byte is U+FFFD."""
+def is_utf8(text: str) -> bool:
+    """Whether `text` stands for bytes that are all UTF-8."""
     try:
         text.encode("utf-8")
-        return text
     except UnicodeEncodeError:
-        data = to_bytes(text)
+        return False
+    return True
+
+
+def code_points(text: str) -> str:
+    """`text` with stray bytes read leniently: overlong forms and encoded surrogates are what they spell, any other byte is U+FFFD."""
+    if is_utf8(text):
+        return text
+    data = to_bytes(text)
     out: list[str] = []
     at = 0
     while at < len(data):
@@ -62,11 +70,9 @@ def sequence_length(lead: int) -> int:
 
 def raw_characters(text: str) -> list[str]:
     """`text` cut into the characters its lead bytes announce, whether or not what follows is valid; the last may be cut short."""
-    try:
-        text.encode("utf-8")
+    if is_utf8(text):
         return list(text)
-    except UnicodeEncodeError:
-        data = to_bytes(text)
+    data = to_bytes(text)
     out: list[str] = []
     at = 0
     while at < len(data):

@@ -31,7 +31,7 @@ _ATTR_OF_TYPE = bytes((0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE, 
 # Vocabularies have 100,000s of tokens, so what is asked of all of them is asked in C: attributes are a byte each.
 _SPECIAL = re.compile(b"[%s]" % b"".join(b"\\x%02x" % bits for bits in range(256) if bits & (UNKNOWN | CONTROL | USER_DEFINED)))
 
-MODELS = ("llama", "gpt2", "gemma4", "bert", "t5", "rwkv")
+MODELS = ("llama", "gpt2", "gemma4", "whitespace", "bert", "t5", "rwkv")
 """Values of `tokenizer.ggml.model` that have a tokenizer here."""
 
 SPACE = "\u2581"
@@ -42,6 +42,7 @@ _DEFAULT_IDS: dict[str, tuple[int | None, ...]] = {
     "llama": (1, 2, 0, None, None),
     "gpt2": (11, 11, None, None, None),
     "gemma4": (None, None, None, None, None),
+    "whitespace": (11, 11, None, None, None),
     "bert": (101, None, 100, 102, 0),
     "t5": (None, 1, 2, None, 0),
     "rwkv": (None, None, None, None, None),
@@ -168,7 +169,7 @@ def read_vocab(gguf: GGUFFile, add_bos: bool, clean_spaces: bool, escape_spaces:
         remove_extra_whitespaces=keys.bool("tokenizer.ggml.remove_extra_whitespaces", False),
         escape_spaces=escape_spaces,
         clean_spaces=clean_spaces,
-        lowercase=keys.bool("tokenizer.ggml.normalizer.lowercase", True),
+        lowercase=keys.bool("tokenizer.ggml.normalizer.lowercase", model != "whitespace"),
     )
     vocab.charsmap = _bytes_of(gguf, "tokenizer.ggml.precompiled_charsmap")
     vocab.strip_accents = keys.bool("tokenizer.ggml.normalizer.strip_accents", vocab.lowercase)
@@ -193,7 +194,7 @@ def _bytes_of(gguf: GGUFFile, key: str) -> bytes:
 
 
 def neighbours_of_space(tokens: list[str]) -> str:
-    """The characters that stand directly before U+2581 inside some token. Between any other character and a U+2581 no token reaches across."""
+    """The characters that stand directly before U+2581 inside some token: between any other and a U+2581 no token reaches across."""
     before = {part[-1] for part in "\0".join(tokens).split(SPACE)[:-1] if part}
     return "".join(sorted(before - {"\0"}))
 

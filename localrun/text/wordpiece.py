@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import unicodedata
 
-from localrun.text.utf8 import WIDE_SPACES, code_points
+from localrun.text.utf8 import WHITESPACE, code_points
 from localrun.text.vocab import SPACE, Vocab
 
-_WHITESPACE = frozenset("\t\n\v\f\r " + WIDE_SPACES)
 _IDEOGRAPHS = (
     (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B920, 0x2CEAF),
     (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
@@ -64,7 +63,7 @@ class WordPieceEncoder:
             if self._strip_accents:
                 # Only the first character of the decomposition is kept, as in the reference; what follows it is nearly always an accent.
                 character = unicodedata.normalize("NFD", character)[0]
-            if character in _WHITESPACE:
+            if character in WHITESPACE:
                 close()
                 continue
             category = unicodedata.category(character)
