@@ -1,0 +1,144 @@
+"""Compiled matmuls, packing and embedding rows against the NumPy reference, bit for bit, on every instruction set this machine executes."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu import isa, reference
+from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.formats import BY_NAME, FORMATS
+from localrun.kernels_cpu.matmul import AMX_FROM
+from localrun.kernels_cpu.pack import PACKINGS
+from tests.kernels_cpu import running
+from tests.kernels_cpu.data import random_rows
+
+TYPES = [FORMATS[t].name for t in PACKINGS]
+ISAS = isa.available()
+BEST = ISAS[0]
+ROWS = 37
+"""Two whole groups of 16 and one of 5."""
+MANY = AMX_FROM + 13
+COUNTS = [*range(1, 18), MANY]
+"""Token counts that go through every tile, and, where there are matrix tiles, through those and a rest."""
+
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """All kernels of the best instruction set at once: several are compiled at a time."""
+    running.library(BEST).load(
+        [KernelSpec(m, k, (name,)) for name in TYPES for m, k in (("matmul", "matmul"), ("pack", "pack"), ("elementwise", "embed"))]
+        + [KernelSpec("elementwise", "norm")]
+    )
+
+
+def bits(values: Floats) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def columns(name: str) -> int:
+    """A row length: several blocks, of kind '32' an odd number of them, of floats no multiple of 4."""
+    form, packing = BY_NAME[name], PACKINGS[BY_NAME[name].id]
+    return {"f": 39, "32": 3 * max(form.block, 32), "256": 512}[packing.kind]
+
+
+@functools.cache
+def case(name: str) -> tuple[NDArray[np.uint8], Floats, Floats]:
+    """(rows of the file, activations, their product by the contract). One row of weights and one of activations is all zeros."""
+    rng = np.random.default_rng(BY_NAME[name].id)
+    n = columns(name)
+    rows = random_rows(rng, BY_NAME[name].id, ROWS, n)
+    x = (rng.normal(0, 1, (MANY, n)) * 10 ** rng.uniform(-3, 3, (MANY, 1))).astype(np.float32)
+    x[5] = 0
+    x[6] *= np.float32(1e-33)
+    x[7, :32] = 127  # the largest sums there are
+    return rows, x, reference.matmul(BY_NAME[name].id, rows, x)
+
+
+@functools.cache
+def activations(isa_name: str, name: str) -> running.Quantized:
+    return running.Quantized(isa_name, case(name)[1], PACKINGS[BY_NAME[name].id].kind)
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("isa_name", ISAS)
+def test_matmul_keeps_the_contract(isa_name: str, name: str) -> None:
+    """Any number of tokens, packed and from the file's bytes, gives the bits of the contract."""
+    rows, _, expected = case(name)
+    for tokens in COUNTS:
+        packed = tokens in (1, 2, 3, 7, 16, MANY)
+        for form in (True, False) if packed else (tokens % 2 == 0,):
+            out = running.matmul(isa_name, BY_NAME[name].id, rows, activations(isa_name, name), tokens, columns(name), packed=form)
+            # An absent bias is +0, so that -0 becomes +0.
+            np.testing.assert_array_equal(bits(out), bits(expected[:tokens] + np.float32(0)), err_msg=f"{tokens} tokens, packed: {form}")
+
+
+@pytest.mark.parametrize("rows_wanted", [1, 16, 33])
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "IQ4_XS", "F16"])
+def test_bias_and_addition(name: str, rows_wanted: int) -> None:
+    """(product + bias) + what was there, in float32, whatever the number of rows."""
+    rng = np.random.default_rng(rows_wanted)
+    rows, _, product = case(name)
+    bias = rng.normal(0, 10, rows_wanted).astype(np.float32)
+    for tokens in (1, 5, MANY):
+        before = rng.normal(0, 10, (tokens, rows_wanted)).astype(np.float32)
+        for with_bias in (True, False):
+            for add in (True, False):
+                out = running.matmul(
+                    BEST, BY_NAME[name].id, rows[:rows_wanted], activations(BEST, name), tokens, columns(name), packed=True,
+                    bias=bias if with_bias else None, add_to=before if add else None,
+                )
+                expected = product[:tokens, :rows_wanted] + (bias if with_bias else np.float32(0))
+                np.testing.assert_array_equal(bits(out), bits(expected + before if add else expected))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("isa_name", dict.fromkeys((BEST, "generic")))
+def test_embedding_rows_are_exact(isa_name: str, name: str) -> None:
+    rows, _, _ = case(name)
+    n = columns(name)
+    tokens = np.array([0, ROWS - 1, 3, 3], np.int32)
+    expected = reference.dequantize(BY_NAME[name].id, rows, n)[tokens]
+    np.testing.assert_array_equal(bits(running.embedding_rows(isa_name, BY_NAME[name].id, rows, n, tokens)), bits(expected))
+    scaled = running.embedding_rows(isa_name, BY_NAME[name].id, rows, n, tokens, scale=22.6)
+    np.testing.assert_array_equal(bits(scaled), bits(expected * np.float32(22.6)))
+
+
+def test_every_weight_type_has_kernels() -> None:
+    assert set(PACKINGS) == {*reference.UNPACK, *reference.FLOATS} - {BY_NAME["Q8_K"].id}
+
+
+@pytest.mark.parametrize("isa_name", ISAS)
+def test_quantized_activations(isa_name: str) -> None:
+    """Quants, scales and every sum that kernels use, of both kinds; halves go to even, next to nothing is zero."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(0, 1, (6, 512)) * 10 ** rng.uniform(-20, 20, (6, 1))).astype(np.float32)
+    x[1] = 0
+    x[2] = np.float32(1e-30) * np.linspace(-0.99, 0.99, 512, dtype=np.float32)
+    x[3, :256] = np.float32(1e-30)
+    x[4, :5] = [127, 0.5, 1.5, -2.5, 2.5000002]
+    x[4, 5:] = 0
+    q, d, sums = reference.quantize_q8(x, 256)
+    form = running.Quantized(isa_name, x, "256")
+    for t in range(len(x)):
+        blocks = form.row(t)[: 2 * 320].reshape(2, 320)
+        np.testing.assert_array_equal(blocks[:, :256].view(np.int8).reshape(-1), q[t])
+        np.testing.assert_array_equal(blocks[:, 256:260].copy().view(np.uint32)[:, 0], bits(d[t]))
+        np.testing.assert_array_equal(blocks[:, 264:280].copy().view(np.int16), sums[t].reshape(2, 8, 2).sum(axis=2))
+        np.testing.assert_array_equal(blocks[:, 288:320].copy().view(np.int16), sums[t].reshape(2, 16))
+    q, d, sums = reference.quantize_q8(x, 32)
+    form = running.Quantized(isa_name, x, "32")
+    for t in range(len(x)):
+        np.testing.assert_array_equal(form.row(t)[:512].view(np.int8), q[t])
+        meta = form.row(t)[512 : 512 + 16 * 28].reshape(16, 28).copy()
+        halves = sums[t].reshape(16, 2)
+        total = halves.sum(axis=1)
+        np.testing.assert_array_equal(meta[:, :4].copy().view(np.uint32)[:, 0], bits(d[t]))
+        np.testing.assert_array_equal(meta[:, 4:8].copy().view(np.uint32)[:, 0], bits(d[t] * total.astype(np.float32)))
+        expected = np.stack([-8 * total, -16 * total, -128 * total, -16 * halves[:, 0], -16 * halves[:, 1]], axis=1)
+        np.testing.assert_array_equal(meta[:, 8:].copy().view(np.int32), expected)
