@@ -250,9 +250,9 @@ def load_scripted(load: Load, progress: Progress, *, reply: str | Callable[[str]
     return parts_of(ScriptedModel(reply, max_batch=load.num_batch, **options))
 
 
-def load_failing(load: Load, progress: Progress, *, error: Exception) -> Parts:
-    """A loader that raises."""
-    raise error
+def load_failing(load: Load, progress: Progress, *, error: Exception | None = None, message: str = "no such luck") -> Parts:
+    """A loader that raises: `error`, or a RuntimeError."""
+    raise error or RuntimeError(message)
 
 
 def load_crashing(load: Load, progress: Progress, *, after_passes: int = 1) -> Parts:

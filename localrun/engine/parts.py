@@ -34,6 +34,7 @@ Loader = Callable[[Load, Progress], Parts]
 
 def load_parts(load: Load, progress: Progress) -> Parts:
     """Everything from the model file. Raises ModelFileError, LocalrunError, or what the kernels raise for want of memory."""
+    from localrun.kernels_cpu.compile import CompileError
     from localrun.models.gguf import open_gguf
     from localrun.models.load import load_model
     from localrun.text.template import chat_template_for
@@ -44,7 +45,10 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
         template = chat_template_for(gguf, load.template)
     options = LoadOptions(n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir)
-    model = load_model(path, options, progress)
+    try:
+        model = load_model(path, options, progress)
+    except CompileError as error:
+        raise LoadFailed(str(error)) from error
     return Parts(model, tokenizer, template)
 
 

@@ -144,7 +144,7 @@ def test_first_come_first_served() -> None:
     simulation = Simulation(fifty_ms, max_running=1)
     requests = [simulation.add(5) for _ in range(4)]
     simulation.run()
-    starts = [r.seq.scheduled_at for r in requests]
+    starts = [r.token_times[0] for r in requests]
     assert starts == sorted(starts)
 
 
