@@ -1,0 +1,278 @@
+"""Whole models against reference logits: tiny random ones of every variant of the architectures that are known here.
+
+Files with F32 weights are compared with the reference's numbers; quantized ones, whose activations are rounded to 8 bits, must stay as close to the
+same weights in F32 as the reference's own quantized run does. However a prompt is cut, the bits must not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localrun.kernels_cpu import isa
+from localrun.models.errors import ModelFileError
+from localrun.models.load import load_model
+from localrun.models.model import BLOCK_TOKENS, LoadOptions, Model, Span
+from localrun.models.registry import ARCHITECTURES
+from tests.conftest import REFERENCE
+
+Floats = NDArray[np.float32]
+
+MAX_DIFFERENCE = 1e-3
+"""Of F32 models, in standard deviations of the reference's logits."""
+CLEAR_MARGIN = 0.01
+"""Where the reference's best two logits differ by more, the best must be the same."""
+MOST_EXTRA_NOISE = 2.0
+"""Of one quantized file: mean squared error against the same weights in F32, over the reference's own. Few rows: the ratio itself is noisy."""
+MOST_EXTRA_NOISE_OVER_ALL = 1.15
+"""The same as the geometric mean over all files."""
+SAME_WEIGHTS = 1e-6
+"""Normalised squared error where weights keep 16 bits and activations stay floats."""
+
+TABLE = {
+    "llama": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
+    "llama-16": {"f16": "same", "bf16": "same"},
+    "llama-attnbias": {"f32": "exact", "q5_1": "rounded"},
+    "llama-headdim": {"f32": "exact", "q8_0": "rounded"},
+    "llama-k": {"q4_K": "rounded", "q2_K": "rounded", "iq4_xs": "rounded", "iq2_xxs": "rounded"},
+    "llama-ropelinear": {"f32": "exact", "q8_0": "rounded"},
+    "llama-tied": {"f32": "exact", "q4_1": "rounded"},
+    "llama-tq": {"tq1_0": "rounded", "tq2_0": "rounded", "iq1_s": "rounded", "nvfp4": "rounded", "iq4_nl": "rounded"},
+    "llama3-ropefreqs": {"f32": "exact", "q5_0": "rounded"},
+    "mistral-swkey": {"f32": "exact", "q8_0": "rounded"},
+    "mixtral": {"f32": "expert", "q8_0": "expert", "q4_0": "expert"},
+    "qwen2": {"f32": "exact", "q4_0": "rounded"},
+    "gemma3": {"f32": "exact", "q4_0": "rounded"},
+}
+"""What each file is for: `exact` (F32), `same` (16-bit weights), `rounded` (quantized); any other word: refused, in a line that says it."""
+
+CASES = [(name, variant, kind) for name, variants in TABLE.items() for variant, kind in variants.items()]
+RUN = [(name, variant) for name, variant, kind in CASES if kind in ("exact", "same", "rounded")]
+REFUSED = [(name, variant, kind) for name, variant, kind in CASES if (name, variant) not in RUN]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The arrays of one file."""
+
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self.arrays["tokens"]
+
+    def get(self, name: str) -> Floats:
+        """The array; the run with an exact GELU where the reference's table of rounded values made a difference."""
+        exact = name.replace("_tail8", "_exact_gelu_tail8") if name.endswith("_tail8") else f"{name}_exact_gelu"
+        return self.arrays.get(exact, self.arrays[name])
+
+
+def path_of(name: str, variant: str) -> Path:
+    path = REFERENCE / "arch" / name / f"{variant}.gguf"
+    if not path.exists():
+        pytest.skip(f"conformance data not present ({path})")
+    return path
+
+
+def reference_of(name: str, variant: str) -> Reference:
+    with np.load(path_of(name, variant).with_suffix(".npz")) as arrays:
+        return Reference({key: arrays[key] for key in arrays.files})
+
+
+def load(name: str, variant: str, **options: Any) -> Model:
+    asked = {"n_threads": 2, "max_batch": 64, "kv_type": "f32", "cache_dir": os.environ["LOCALRUN_CACHE"], **options}
+    model = load_model(path_of(name, variant), LoadOptions(**asked))
+    model.allocate_kv(16)
+    return model
+
+
+def logits(model: Model, tokens: NDArray[np.int32], chunks: list[int], blocks: NDArray[np.int32] | None = None) -> Floats:
+    """Logits after each of the tokens, fed in such pieces; (n, n_vocab). The blocks lie in the pool in no order."""
+    table = np.array([3, 9, 0, 7, 5], np.int32) if blocks is None else blocks
+    assert sum(chunks) == len(tokens) <= len(table) * BLOCK_TOKENS
+    rows, start = [], 0
+    for n in chunks:
+        span = Span(tokens[start : start + n], start, table, np.arange(n, dtype=np.int32))
+        rows.append(model.forward([span]).copy())
+        start += n
+    return np.concatenate(rows)
+
+
+def noise(got: Floats, truth: Floats) -> float:
+    """Normalised mean squared error."""
+    return float(((got - truth) ** 2).mean() / (truth**2).mean())
+
+
+@functools.cache
+def answers(name: str, variant: str) -> dict[str, Floats]:
+    """Our logits for the reference's tokens: whole, in the reference's chunks, one token at a time."""
+    model = load(name, variant)
+    try:
+        ref = reference_of(name, variant)
+        chunks = [int(n) for n in ref.arrays["inc_chunks"]]
+        cuts = {"whole": [len(ref.tokens)], "chunked": chunks, "one at a time": [1] * len(ref.tokens)}
+        return {cut: logits(model, ref.tokens, sizes) for cut, sizes in cuts.items()}
+    finally:
+        model.close()
+
+
+def assert_close(got: Floats, want: Floats) -> None:
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= MAX_DIFFERENCE * want.std()
+
+
+def assert_same_choice(got: Floats, want: Floats) -> None:
+    best_two = np.sort(want, axis=1)[:, -2:]
+    clear = best_two[:, 1] - best_two[:, 0] > CLEAR_MARGIN
+    assert clear.sum() > len(want) // 2
+    assert (got.argmax(axis=1) == want.argmax(axis=1))[clear].all()
+
+
+def test_every_variant_of_a_known_architecture_has_a_row(shared: Path) -> None:
+    present = {
+        entry["name"]: set(entry["variants"])
+        for entry in json.loads((shared / "arch" / "index.json").read_text(encoding="utf-8"))
+        if entry["architecture"] in ARCHITECTURES
+    }
+    assert present == {name: set(variants) for name, variants in TABLE.items()}
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant, kind in CASES if kind == "exact"])
+def test_f32_logits(name: str, variant: str) -> None:
+    ref = reference_of(name, variant)
+    got = answers(name, variant)
+    assert_close(got["whole"], ref.get("logits"))
+    assert_same_choice(got["whole"], ref.get("logits"))
+    assert_close(got["chunked"][ref.arrays["inc_positions"]], ref.get("inc_logits"))
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant, kind in CASES if kind == "exact"])
+def test_f32_greedy_continuation(name: str, variant: str) -> None:
+    """Token by token after the prompt, until the reference itself is undecided."""
+    ref = reference_of(name, variant)
+    want_tokens = ref.arrays["greedy_tokens"]
+    model = load(name, variant)
+    try:
+        table = np.arange(5, dtype=np.int32)
+        last = logits(model, ref.tokens, [len(ref.tokens)], table)[-1]
+        for step, want in enumerate(want_tokens):
+            best, second = np.sort(last)[-2:][::-1]
+            if best - second < CLEAR_MARGIN:
+                assert step > 0
+                return
+            assert int(last.argmax()) == want, f"step {step}"
+            span = Span(np.array([want], np.int32), len(ref.tokens) + step, table, np.zeros(1, np.int32))
+            last = model.forward([span])[0].copy()
+            if not f"{name}/{variant}".startswith("gemma3"):  # its stored rows were made with rounded GELU values
+                assert_close(last, ref.arrays["greedy_logits"][step])
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant, kind in CASES if kind == "same"])
+def test_16_bit_weights(name: str, variant: str) -> None:
+    ref = reference_of(name, variant)
+    truth = ref.get("deq_logits_tail8")
+    got = answers(name, variant)["whole"][-len(truth) :]
+    assert noise(got, truth) <= SAME_WEIGHTS
+    assert_same_choice(got, truth)
+
+
+def extra_noise(name: str, variant: str) -> float:
+    """Our squared error over the reference's, over the last rows and the ends of the chunks."""
+    ref = reference_of(name, variant)
+    got = answers(name, variant)
+    truth = np.concatenate([ref.get("deq_logits_tail8"), ref.get("deq_inc_logits")])
+    theirs = np.concatenate([ref.get("logits_tail8"), ref.get("inc_logits")])
+    ours = np.concatenate([got["whole"][-8:], got["chunked"][ref.arrays["inc_positions"]]])
+    return noise(ours, truth) / noise(theirs, truth)
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant, kind in CASES if kind == "rounded"])
+def test_quantized_logits(name: str, variant: str) -> None:
+    ref = reference_of(name, variant)
+    assert extra_noise(name, variant) <= MOST_EXTRA_NOISE
+    whole = answers(name, variant)["whole"]
+    clear = ref.arrays["argmax_margin"] > 0.5
+    assert clear.any() and (whole.argmax(axis=1) == ref.arrays["argmax"])[clear].all()
+
+
+def test_quantized_logits_over_all(shared: Path) -> None:
+    ratios = [extra_noise(name, variant) for name, variant, kind in CASES if kind == "rounded"]
+    assert np.exp(np.log(ratios).mean()) <= MOST_EXTRA_NOISE_OVER_ALL
+
+
+@pytest.mark.parametrize(("name", "variant"), RUN)
+@pytest.mark.parametrize("cut", ["chunked", "one at a time"])
+def test_cutting_the_prompt_changes_no_bit(name: str, variant: str, cut: str) -> None:
+    got = answers(name, variant)
+    assert np.array_equal(got["whole"].view(np.uint32), got[cut].view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("llama", "q4_0"), ("llama-k", "q4_K"), ("gemma3", "q4_0"), ("llama-16", "f16")])
+@pytest.mark.parametrize("options", [{"pack": False}, {"pack": True}, {"n_threads": 1}, {"max_batch": 49}], ids=str)
+def test_no_setting_of_speed_changes_a_bit(name: str, variant: str, options: dict[str, Any]) -> None:
+    """Packed or as the weights lie in the file, one thread or two, the model's rooms for rows."""
+    ref = reference_of(name, variant)
+    model = load(name, variant, **options)
+    try:
+        got = logits(model, ref.tokens, [len(ref.tokens)])
+    finally:
+        model.close()
+    assert np.array_equal(got.view(np.uint32), answers(name, variant)["whole"].view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("llama", "q8_0"), ("gemma3", "q4_0")])
+def test_neighbours_in_a_batch_change_no_bit(name: str, variant: str) -> None:
+    ref = reference_of(name, variant)
+    whole = answers(name, variant)["whole"]
+    model = load(name, variant)
+    try:
+        other = ref.tokens[::-1].copy()
+        tables = [np.array([12, 1, 6], np.int32), np.array([8, 2, 14], np.int32)]
+        every = np.arange(20, dtype=np.int32)
+        first = model.forward([Span(other[:7], 0, tables[1], every[:0]), Span(ref.tokens[:20], 0, tables[0], every)]).copy()
+        second = model.forward([Span(ref.tokens[20:40], 20, tables[0], every), Span(other[7:8], 7, tables[1], every[:1])]).copy()
+        third = model.forward([Span(other[8:40], 8, tables[1], every[:0]), Span(ref.tokens[40:], 40, tables[0], every[:8])]).copy()
+    finally:
+        model.close()
+    got = np.concatenate([first, second[:20], third])
+    assert np.array_equal(got.view(np.uint32), whole.view(np.uint32))
+
+
+@pytest.fixture(params=["amx", "avx512", "avxvnni", "avx2", "neon", "generic"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in isa.available():
+        pytest.skip(f"this machine does not execute {request.param}")
+    yield request.param
+
+
+@pytest.mark.parametrize(("name", "variant"), [("qwen2", "f32"), ("llama-k", "q4_K")])
+def test_each_instruction_set(name: str, variant: str, instruction_set: str) -> None:
+    ref = reference_of(name, variant)
+    model = load(name, variant, isa=instruction_set)
+    try:
+        got = logits(model, ref.tokens, [len(ref.tokens)])
+    finally:
+        model.close()
+    if variant == "f32":
+        assert_close(got, ref.get("logits"))
+    else:
+        truth = ref.get("deq_logits_tail8")
+        assert noise(got[-8:], truth) <= MOST_EXTRA_NOISE * noise(ref.get("logits_tail8"), truth)
+
+
+@pytest.mark.parametrize(("name", "variant", "word"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(name: str, variant: str, word: str) -> None:
+    with pytest.raises(ModelFileError, match=word) as refusal:
+        load(name, variant).close()
+    assert "\n" not in str(refusal.value)
