@@ -112,14 +112,19 @@ def tools_of(body: ChatCompletionBody, model: ModelDefaults) -> list[dict[str, A
 
 
 def think_of(body: ChatCompletionBody, model: ModelDefaults) -> bool | str | None:
-    """reasoning_effort in Ollama's words. Raises Unsupported when the model does not think and is asked to."""
+    """reasoning_effort, or reasoning.effort, in Ollama's words. Raises Unsupported when the model does not think and is asked to."""
     effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+    return think_level(effort, model, "reasoning_effort")
+
+
+def think_level(effort: str | None, model: ModelDefaults, param: str) -> bool | str | None:
+    """An effort in Ollama's words; a model that cannot think is as good as told `none`. Raises Unsupported, naming `param`."""
     if effort is None:
         return None
     if effort == "none":
-        return False
+        return False if "thinking" in model.capabilities else None
     if "thinking" not in model.capabilities:
-        raise Unsupported(f'"{model.name}" does not support thinking', param="reasoning_effort")
+        raise Unsupported(f'"{model.name}" does not support thinking', param=param)
     return {"minimal": "low", "xhigh": "max", "ultra": "max"}.get(effort, effort)
 
 

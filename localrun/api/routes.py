@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localrun.api import openai_schema, schema
+from localrun.api import anthropic_schema, openai_schema, responses_schema, schema
 from localrun.api.fields import Body
 
-Family = Literal["ollama", "openai"]
+Family = Literal["ollama", "openai", "anthropic"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ ROUTES: list[Route] = [
     *_route("POST", "/api/show", "show", "ollama", schema.ShowBody, "Everything about one model."),
     *_route("POST", "/api/generate", "generate", "ollama", schema.GenerateBody, "Answers one prompt."),
     *_route("POST", "/api/chat", "chat", "ollama", schema.ChatBody, "Answers a conversation."),
+    *_route("POST", "/api/tokenize", "tokenize", "ollama", schema.TokenizeBody, "A text as tokens."),
+    *_route("POST", "/api/detokenize", "detokenize", "ollama", schema.DetokenizeBody, "Tokens as text."),
     *_route("POST", "/api/pull", "pull", "ollama", schema.PullBody, "Brings a model into the store."),
     *_route("POST", "/api/create", "create", "ollama", schema.CreateBody, "Makes a model from another one or from files."),
     *_route("POST", "/api/copy", "copy", "ollama", schema.CopyBody, "Gives a model a second name."),
@@ -52,4 +54,8 @@ ROUTES: list[Route] = [
     *_route("GET", "/v1/models/{model:path}", "v1_model", "openai", None, "One model of the store."),
     *_route("POST", "/v1/chat/completions", "v1_chat", "openai", openai_schema.ChatCompletionBody, "Answers a conversation."),
     *_route("POST", "/v1/completions", "v1_completions", "openai", openai_schema.CompletionBody, "Continues a text."),
+    *_route("POST", "/v1/responses", "v1_responses", "openai", responses_schema.ResponsesBody, "Answers a conversation, in items."),
+    *_route("POST", "/v1/messages", "v1_messages", "anthropic", anthropic_schema.MessagesBody, "Answers a conversation, Anthropic's way."),
+    *_route("POST", "/v1/messages/count_tokens", "count_tokens", "anthropic", anthropic_schema.CountTokensBody, "Tokens of a prompt."),
+    *_route("GET HEAD", "/health", "health", "ollama", None, "Whether the server works."),
 ]

@@ -80,6 +80,24 @@ class ChatBody(Inference):
     tools: list[dict[str, Any]] = honoured([], "Functions that the model may call.")
 
 
+class TokenizeBody(Body):
+    """POST /api/tokenize: a text as the model's tokens."""
+
+    model: str = honoured(..., "Name of the model.")
+    content: str = honoured(..., "The text.")
+    add_special: bool = honoured(True, "Put the tokens around it that the model expects, such as the one that begins a text.")
+    parse_special: bool = honoured(True, "Take the names of special tokens in the text for the tokens; false: for plain text.")
+    keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded: seconds or a duration; below 0: for ever.")
+
+
+class DetokenizeBody(Body):
+    """POST /api/detokenize: tokens as text."""
+
+    model: str = honoured(..., "Name of the model.")
+    tokens: list[int] = honoured(..., "Token ids.")
+    keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded: seconds or a duration; below 0: for ever.")
+
+
 class ModelBody(Body):
     """DELETE /api/delete."""
 

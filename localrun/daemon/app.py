@@ -13,11 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from localrun import __version__
-from localrun.api import openai
 from localrun.api.routes import ROUTES, Route
 from localrun.daemon import generation, management, runners
 from localrun.daemon.exchange import Exchange, Handler
-from localrun.daemon.guard import Guard
+from localrun.daemon.guard import Guard, error_shape
 from localrun.daemon.loader import Loader
 from localrun.daemon.runners import LoadHook
 from localrun.daemon.services import Activity, Services
@@ -114,6 +113,6 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
             problem: LocalrunError = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}")
         else:
             problem = NotFound(f"there is no {request.url.path}")
-        return JSONResponse(openai.error_body(problem), problem.status, headers=dict(error.headers or {}))
+        return JSONResponse(error_shape(request.url.path)(problem), problem.status, headers=dict(error.headers or {}))
     text = "405 method not allowed" if error.status_code == 405 else "404 page not found"
     return PlainTextResponse(text, error.status_code, headers=dict(error.headers or {}))

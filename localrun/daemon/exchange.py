@@ -17,7 +17,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from localrun.api import fields, ollama, openai
+from localrun.api import anthropic, fields, ollama, openai
 from localrun.api.answer import new_id
 from localrun.api.routes import Route
 from localrun.errors import BadRequest, LocalrunError
@@ -32,8 +32,9 @@ MOST_BODY_BYTES = 64 << 20
 SLOW_CLIENT_S = 60.0
 """A client that sends no byte of its body, or takes none of the reply, for so long is cut off."""
 
-Framing = Literal["ndjson", "sse"]
-_MEDIA = {"ndjson": "application/x-ndjson", "sse": "text/event-stream; charset=utf-8"}
+Framing = Literal["ndjson", "sse", "events"]
+"""Lines; server-sent events that end with [DONE]; server-sent events that have names, their objects' `type`."""
+_MEDIA = {"ndjson": "application/x-ndjson", "sse": "text/event-stream; charset=utf-8", "events": "text/event-stream; charset=utf-8"}
 
 Handler = Callable[["Exchange", Any], Awaitable[None]]
 encode = msgspec.json.Encoder().encode
@@ -126,7 +127,7 @@ class Exchange(Response):
     async def begin(self, framing: Framing, headers: Mapping[str, str] | None = None) -> None:
         """Begins a streamed reply: from here on, errors are part of the stream."""
         self._framing = framing
-        extra = {"cache-control": "no-cache", "x-accel-buffering": "no"} if framing == "sse" else {}
+        extra = {} if framing == "ndjson" else {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, _MEDIA[framing], {**extra, **(headers or {})})
 
     async def chunks(self, values: list[dict[str, Any]]) -> None:
@@ -134,9 +135,9 @@ class Exchange(Response):
         if values:
             await self._body(b"".join([self._frame(value) for value in values]), more=True)
 
-    async def end(self, last: bytes = b"") -> None:
+    async def end(self) -> None:
         """Ends a streamed reply."""
-        await self._body(last, more=False)
+        await self._body(b"data: [DONE]\n\n" if self._framing == "sse" else b"", more=False)
 
     async def raw_body(self) -> AsyncIterator[bytes]:
         """The request's body as it comes, unlimited. Raises ClientGone, TooSlow."""
@@ -156,6 +157,8 @@ class Exchange(Response):
     def _frame(self, value: dict[str, Any]) -> bytes:
         if self._framing == "ndjson":
             return encode(value) + b"\n"
+        if self._framing == "events":
+            return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), encode(value))
         return b"data: " + encode(value) + b"\n\n"
 
     async def _whole(self, status: int, media: str | None, body: bytes) -> None:
@@ -210,7 +213,13 @@ class Exchange(Response):
     # ---- errors ----
 
     def _error_body(self, error: LocalrunError) -> dict[str, Any]:
-        return openai.error_body(error) if self.route.family == "openai" else ollama.error_body(error)
+        match self.route.family:
+            case "anthropic":
+                return anthropic.error_body(error, self.id)
+            case "openai":
+                return openai.error_body(error)
+            case _:
+                return ollama.error_body(error)
 
     async def _fail(self, error: LocalrunError) -> None:
         """Says the error: as the reply, or as the end of one that has begun."""
@@ -225,7 +234,7 @@ class Exchange(Response):
                 await self._body(body, more=False)
             elif not self._finished:
                 await self.chunks(self.failing(error))
-                await self.end(b"data: [DONE]\n\n" if self._framing == "sse" else b"")
+                await self.end()
         except ClientGone:
             self._gone = True
 

@@ -8,17 +8,31 @@ import asyncio
 import time
 from typing import Any
 
-from localrun.api import ollama, openai
+from localrun.api import anthropic, ollama, openai, responses
 from localrun.api.answer import Answer, Outcome, Reply
+from localrun.api.anthropic_schema import CountTokensBody, MessagesBody
 from localrun.api.openai_schema import ChatCompletionBody, CompletionBody
 from localrun.api.options import keep_alive_seconds, model_options
-from localrun.api.schema import ChatBody, GenerateBody
+from localrun.api.responses_schema import ResponsesBody
+from localrun.api.schema import ChatBody, DetokenizeBody, GenerateBody, TokenizeBody
 from localrun.daemon.exchange import Exchange, Framing
 from localrun.daemon.loader import Resident
 from localrun.daemon.runners import Progress, Stream
 from localrun.daemon.services import wanted
 from localrun.errors import LocalrunError, RequestCancelled
-from localrun.messages import Finished, Generate, LoadProgress, Piece, Render, Rendered, Started
+from localrun.messages import (
+    Detokenize,
+    Detokenized,
+    Finished,
+    Generate,
+    LoadProgress,
+    Piece,
+    Render,
+    Rendered,
+    Started,
+    Tokenize,
+    Tokenized,
+)
 from localrun.store import StoredModel
 
 
@@ -60,6 +74,52 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
     usage = body.stream_options is not None and body.stream_options.include_usage
     await _answer(x, resident, requests, openai.CompletionReply(body.model, n=body.n, include_usage=usage), "sse" if body.stream else None)
+
+
+async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
+    """POST /v1/responses."""
+    responses.options_of(body)
+    stored = await x.services.stored(body.model)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
+    request = responses.response_request(body, await x.services.defaults(stored, body.model), x.id)
+    await _answer(x, resident, [request], responses.ResponseReply(body), "events" if body.stream else None)
+
+
+async def v1_messages(x: Exchange, body: MessagesBody) -> None:
+    """POST /v1/messages."""
+    anthropic.check(body)
+    stored = await x.services.stored(body.model)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
+    request = anthropic.messages_request(body, await x.services.defaults(stored, body.model), x.id)
+    await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None)
+
+
+async def count_tokens(x: Exchange, body: CountTokensBody) -> None:
+    """POST /v1/messages/count_tokens."""
+    anthropic.check(body)
+    stored = await x.services.stored(body.model)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
+    request = anthropic.count_request(body, await x.services.defaults(stored, body.model), x.id)
+    rendered = await resident.runner.ask(x.id, Render(request=request))
+    assert isinstance(rendered, Rendered)
+    await x.json({"input_tokens": rendered.tokens})
+
+
+async def tokenize(x: Exchange, body: TokenizeBody) -> None:
+    """POST /api/tokenize."""
+    resident = await hold(x, await x.services.stored(body.model), None, keep_alive_seconds(body.keep_alive))
+    question = Tokenize(request_id=x.id, text=body.content, add_special=body.add_special, parse_special=body.parse_special)
+    answer = await resident.runner.ask(x.id, question)
+    assert isinstance(answer, Tokenized)
+    await x.json({"model": body.model, "tokens": answer.tokens, "count": len(answer.tokens)})
+
+
+async def detokenize(x: Exchange, body: DetokenizeBody) -> None:
+    """POST /api/detokenize."""
+    resident = await hold(x, await x.services.stored(body.model), None, keep_alive_seconds(body.keep_alive))
+    answer = await resident.runner.ask(x.id, Detokenize(request_id=x.id, tokens=body.tokens))
+    assert isinstance(answer, Detokenized)
+    await x.json({"model": body.model, "content": answer.text})
 
 
 # ---- holding a model ----------------------------------------------------------------------------------------------------------
@@ -166,7 +226,7 @@ async def _answer(x: Exchange, resident: Resident, requests: list[Generate], rep
         await x.json(reply.whole(gathered.answers, gathered.done))
     else:
         await x.chunks(reply.ending(gathered.done))
-        await x.end(b"data: [DONE]\n\n" if framing == "sse" else b"")
+        await x.end()
 
 
 class _Gathered:

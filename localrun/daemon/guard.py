@@ -10,14 +10,15 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrun import __version__
-from localrun.api import ollama, openai
+from localrun.api import anthropic, ollama, openai
 from localrun.daemon.services import Activity
 from localrun.errors import LocalrunError
 from localrun.settings import Settings
@@ -182,9 +183,15 @@ def _cors(origin: str) -> Iterable[tuple[bytes, bytes]]:
     ]
 
 
+def error_shape(path: str) -> Callable[[LocalrunError], dict[str, Any]]:
+    """How the dialect that a path belongs to says an error."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error_body
+    return openai.error_body if path.startswith("/v1/") else ollama.error_body
+
+
 async def _refuse(scope: Scope, error: LocalrunError, send: Send) -> None:
-    shape = openai.error_body if scope["path"].startswith("/v1/") else ollama.error_body
-    body = msgspec.json.encode(shape(error))
+    body = msgspec.json.encode(error_shape(scope["path"])(error))
     headers = [
         (b"content-type", b"application/json; charset=utf-8"),
         (b"content-length", str(len(body)).encode()),

@@ -45,6 +45,11 @@ async def version(x: Exchange, body: None) -> None:
     await x.json({"version": API_VERSION, "server": SERVER, "localrun": __version__})
 
 
+async def health(x: Exchange, body: None) -> None:
+    """GET /health: answered by the event loop that answers everything else, so that it does is the answer."""
+    await x.json({"status": "ok"})
+
+
 # ---- telling ------------------------------------------------------------------------------------------------------------------
 
 

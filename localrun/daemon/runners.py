@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -28,7 +28,21 @@ import msgspec
 
 from localrun import messages
 from localrun.errors import LoadFailed, LocalrunError, RunnerDied, from_wire
-from localrun.messages import Cancel, Failed, FromRunner, Generate, Load, Loaded, LoadProgress, Piece, Shutdown, Started, ToRunner
+from localrun.messages import (
+    Cancel,
+    Evaluate,
+    Evaluated,
+    Failed,
+    FromRunner,
+    Generate,
+    Load,
+    Loaded,
+    LoadProgress,
+    Piece,
+    Shutdown,
+    Started,
+    ToRunner,
+)
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +219,7 @@ class Runner:
         await asyncio.shield(self._spawning)
         return await self._loading
 
-    def open(self, requests: list[Generate]) -> Stream:
+    def open(self, requests: Sequence[Generate | Evaluate]) -> Stream:
         """Sends the requests and returns their events. Raises RunnerDied when there is no process to ask."""
         return self._send([(request.request_id, request) for request in requests])
 
@@ -245,7 +259,7 @@ class Runner:
 
     # ---- in the event loop ----
 
-    def _send(self, requests: list[tuple[str, ToRunner]]) -> Stream:
+    def _send(self, requests: Sequence[tuple[str, ToRunner]]) -> Stream:
         if self.gone.is_set() or self._stopping:
             raise self._died()
         stream = Stream(self, [request_id for request_id, _ in requests])
@@ -274,7 +288,7 @@ class Runner:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 return
-            if not isinstance(event, Started | Piece | messages.Evaluated):
+            if not isinstance(event, Started | Piece | Evaluated):
                 del self._streams[event.request_id]
                 stream.ended(event.request_id)
             stream.push(event)

@@ -60,6 +60,83 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("POST", "/v1/completions", {"model": "able", "prompt": ["x"], "stream_options": {}}),
+    ("POST", "/api/tokenize", {"model": "able", "content": "x"}),
+    ("POST", "/api/detokenize", {"model": "able", "tokens": [1]}),
+    (
+        "POST",
+        "/v1/responses",
+        {
+            "model": "able",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ],
+            "tools": [{"type": "function", "name": "f"}],
+            "reasoning": {"effort": "none"},
+            "stream": True,
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        },
+    ),
+    ("POST", "/v1/responses", {"model": "able", "input": "x", "top_logprobs": 1}),
+    ("POST", "/v1/responses", {"model": "able", "input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}),
+    (
+        "POST",
+        "/v1/messages",
+        {
+            "model": "able",
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "s"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}]}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {}}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+            "stream": True,
+        },
+    ),
+    (
+        "POST",
+        "/v1/messages",
+        {
+            "model": "able",
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"name": "f", "input_schema": {}}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "output_config": {},
+        },
+    ),
+    (
+        "POST",
+        "/v1/messages",
+        {
+            "model": "able",
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "x"}],
+            "output_format": {"type": "json_schema", "schema": {"type": "object"}},
+        },
+    ),
+    (
+        "POST",
+        "/v1/messages/count_tokens",
+        {
+            "model": "able",
+            "messages": [{"role": "user", "content": "x"}],
+            "output_format": {"type": "json_schema", "schema": {"type": "object"}},
+        },
+    ),
 ]
 
 
