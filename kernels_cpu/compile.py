@@ -23,7 +23,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def kernel_ir(spec: KernelSpec, isa: Isa) -> str:
     import numba
     from numba.core import config
     from numba.core.compiler import Flags, compile_extra
+    from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
     # Optimising is done once, below, for the instruction set asked for; the loop vectoriser has nothing to add to explicit vectors.
@@ -80,11 +81,41 @@ def kernel_ir(spec: KernelSpec, isa: Isa) -> str:
     flags.error_model = "numpy"
     flags.enable_pyobject = False
     flags.noalias = False
-    result = compile_extra(
-        cpu_target.typing_context, cpu_target.target_context, function, (numba.int64,) * 4, numba.void, flags, {}
-    )
-    text = result.library.get_llvm_str()
+    with _lowering_only(), global_compiler_lock:
+        result = compile_extra(
+            cpu_target.typing_context, cpu_target.target_context, function, (numba.int64,) * 4, numba.void, flags, {}
+        )
+        result.library.finalize()  # links in what it calls
+        text = result.library.get_llvm_str()
     return _with_entry(text, result.fndesc.llvm_func_name)
+
+
+@contextlib.contextmanager
+def _lowering_only() -> Iterator[None]:
+    """Keeps Numba from making machine code of every function for this machine, which nobody would run, and from wrapping it for Python.
+
+    It would take a quarter of the compile time, and fail for another architecture's intrinsics. Functions compiled inside can be called by
+    kernels, not by Python.
+    """
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+    from numba.core.cpu import CPUContext
+    from numba.core.lowering import Lower
+
+    changes: list[tuple[type, str, Callable[..., Any]]] = [
+        (JITCodeLibrary, "_finalize_specific", lambda library: None),
+        (JITCPUCodegen, "_add_module", lambda codegen, module: None),
+        (Lower, "create_cpython_wrapper", lambda lower, release_gil=False: None),
+        # What identifies a function to Numba must be built in and unique.
+        (CPUContext, "get_executable", lambda context, library, fndesc, env: [].append),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in changes]
+    for owner, name, change in changes:
+        setattr(owner, name, change)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            setattr(owner, name, value)
 
 
 def _with_entry(text: str, function: str) -> str:
