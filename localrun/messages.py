@@ -104,6 +104,9 @@ class Generate(Struct, tag="generate", kw_only=True):
     logprobs: int | None = None
     """None: none. k: the chosen token's and the k likeliest ones' log-probabilities."""
     priority: int = 0
+    """Lower numbers are served first; each level counts as much as 30 seconds of waiting, so nobody waits for ever."""
+    draft_num_predict: int = -1
+    """Most tokens guessed ahead from the text's own past. Below 0: as many as pay, by measurement; 0: none. Never changes the answer."""
 
 
 class Render(Struct, tag="render", kw_only=True):
@@ -228,6 +231,12 @@ class Finished(Struct, tag="finished", kw_only=True):
     """Prompt and answer as token ids."""
     dropped_tokens: int = 0
     """How many tokens the overflow policy `shift` took out of the middle while the answer grew."""
+    passes: int = 0
+    """Forward passes that brought tokens: fewer than completion_tokens where drafts came true."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_saved_s: float = 0.0
+    """Estimated time that drafts have saved, less what checking them took."""
 
 
 class Failed(Struct, tag="failed", kw_only=True):

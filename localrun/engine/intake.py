@@ -14,6 +14,7 @@ from localrun.engine.jobs import Evaluation, Generation
 from localrun.engine.parts import Parts
 from localrun.engine.sampler import Sampler
 from localrun.engine.sequence import SINK_TOKENS, Sequence
+from localrun.engine.speculate import Speculator
 from localrun.errors import BadRequest, ContextOverflow, Unsupported
 from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
 from localrun.text.prompt import Prompt, build_prompt
@@ -22,6 +23,7 @@ _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
 _MOST_LOGPROBS = 1000
 _MOST_STOPS = 64
+_MOST_DRAFTED = 24
 _CONTEXTS = 10
 """An answer that may shift its context and has no other bound ends after this many contexts, as Ollama's does."""
 
@@ -55,6 +57,9 @@ class Intake:
             n_logprobs=request.logprobs,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
+            speculator=Speculator(_MOST_DRAFTED if request.draft_num_predict < 0 else request.draft_num_predict)
+            if request.draft_num_predict
+            else None,
             dropped_messages=prompt.dropped_messages,
             dropped_tokens=prompt.dropped_tokens,
         )

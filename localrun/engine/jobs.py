@@ -4,6 +4,7 @@ decides what they mean for its sequence, and says what to report. Knows nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from localrun.engine.answer import Answer, Shown
 from localrun.engine.sampler import Sampler, logprobs_of
 from localrun.engine.selection import Floats, largest, log_sum_exp
 from localrun.engine.sequence import Sequence
+from localrun.engine.speculate import Speculator
 from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
 
 
@@ -32,11 +34,17 @@ class Job(Protocol):
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         """Which of the rows start.. of its slice it wants logits of, as indices into the slice."""
 
+    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
+        """Guesses at its next tokens, at most `most`; see Speculator.draft."""
+
     def started(self) -> list[FromRunner]:
         """What to report when it is first scheduled."""
 
     def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
         """Decides on the logits (n outputs, n_vocab), which it may change. Returns how many of the draft's tokens have proved right."""
+
+    def shifted(self) -> None:
+        """Its sequence has lost tokens in the middle."""
 
     def report(self, now: float) -> list[FromRunner]:
         """What the last `take` has brought, the end included if it is one."""
@@ -55,6 +63,7 @@ class Generation:
     eog_ids: frozenset[int]
     n_logprobs: int | None = None
     max_tokens: int = -1
+    speculator: Speculator | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
     dropped_messages: int = 0
@@ -62,6 +71,8 @@ class Generation:
     reason: FinishReason | None = None
     stop: str | None = None
     n_chosen: int = 0
+    n_passes: int = 0
+    """Passes that brought tokens."""
     _shown: Shown = field(default_factory=Shown)
 
     @property
@@ -76,6 +87,12 @@ class Generation:
         if start + count < len(self.seq.tokens) or self.max_tokens == 0:
             return range(0)
         return range(count - 1, count + n_draft)
+
+    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
+        if self.speculator is None or most < 1:
+            return []
+        most = most if self.max_tokens < 0 else min(most, self.max_tokens - self.n_chosen - 1)
+        return self.speculator.draft(self.seq.tokens, cost, others, max(0, most))
 
     def started(self) -> list[FromRunner]:
         seq = self.seq
@@ -96,11 +113,16 @@ class Generation:
         if self.max_tokens == 0:
             self.reason = "length" if not seq.pending else None
             return 0
+        accepted, before = 0, len(seq.tokens)
         for i, row in enumerate(rows):
             self._take_token(row)
+            accepted = i
             if self.done or i >= len(draft) or seq.tokens[-1] != draft[i] or self.is_full:
-                return i
-        return 0
+                break
+        self.n_passes += len(rows) > 0
+        if self.speculator is not None:
+            self.speculator.observe(seq.tokens[before:], accepted)
+        return accepted
 
     def _take_token(self, row: Floats) -> None:
         seq = self.seq
@@ -117,6 +139,10 @@ class Generation:
             self.reason = "stop"
         elif 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
             self.reason = "length"
+
+    def shifted(self) -> None:
+        if self.speculator is not None:
+            self.speculator.forget()
 
     def report(self, now: float) -> list[FromRunner]:
         seq = self.seq
@@ -159,6 +185,10 @@ class Generation:
             first_token_s=first - seq.arrival,
             context=seq.tokens,
             dropped_tokens=seq.n_dropped,
+            passes=self.n_passes,
+            drafted_tokens=self.speculator.n_drafted if self.speculator else 0,
+            accepted_tokens=self.speculator.n_accepted if self.speculator else 0,
+            draft_saved_s=self.speculator.saved_s if self.speculator else 0.0,
         )
 
 
@@ -177,6 +207,9 @@ class Evaluation:
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         self._first = start
         return range(count)
+
+    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
+        return []
 
     def started(self) -> list[FromRunner]:
         return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]
@@ -197,6 +230,9 @@ class Evaluation:
                 self._chunk.nll.append(total - float(row[tokens[first + i + 1]]))
         self.done = first + len(rows) == len(tokens)
         return 0
+
+    def shifted(self) -> None:
+        raise AssertionError("an evaluation holds all its tokens")
 
     def report(self, now: float) -> list[FromRunner]:
         seq = self.seq

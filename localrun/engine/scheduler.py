@@ -40,6 +40,11 @@ class Slice:
         return self.rows * (self.start + (self.rows + 1) // 2)
 
     @property
+    def outputs(self) -> int:
+        """Rows whose logits will be wanted."""
+        return self.rows if self.seq.wants_all_rows else 1 + len(self.draft) if self.completes else 0
+
+    @property
     def completes(self) -> bool:
         """Whether the sequence's next token can be chosen after this."""
         return self.start + self.count == len(self.seq.tokens)
@@ -57,6 +62,10 @@ class Plan:
     @property
     def attended(self) -> int:
         return sum(s.attended for s in self.slices)
+
+    @property
+    def outputs(self) -> int:
+        return sum(s.outputs for s in self.slices)
 
 
 class Scheduler:
@@ -175,7 +184,7 @@ class Scheduler:
         """
         if not any(s.pending < seq.pending for s in later):
             return seconds
-        taken = self.cost.predict(plan.rows, plan.attended)
+        taken = self.cost.predict(plan.rows, plan.attended, plan.outputs)
         return taken + max(0.0, seconds - taken) / 2
 
     def _admit(self, plan: Plan, seq: Sequence, now: float) -> bool:
@@ -201,7 +210,7 @@ class Scheduler:
             return True
         room = min(seq.pending, self.max_rows - plan.rows, seq.max_chunk)
         per_row = seq.computed + room // 2
-        count = self.cost.rows_within(seconds, plan.rows, plan.attended, per_row, room)
+        count = self.cost.rows_within(seconds, plan.rows, plan.attended, plan.outputs, per_row, room)
         if count < min(room, MIN_CHUNK):
             if any(not s.completes or s.count > 1 for s in plan.slices):
                 return False

@@ -93,6 +93,7 @@ class Engine:
         self.cache.check(self.scheduler.sequences)
 
     def _schedule(self) -> Plan:
+        self._draft()
         plan = self.scheduler.plan(self._clock())
         for s in plan.slices:
             job = self._job(s.seq)
@@ -101,6 +102,21 @@ class Engine:
                 for event in job.started():
                     self._emit(event)
         return plan
+
+    def _draft(self) -> None:
+        """Lets every sequence that is about to decode propose what may follow, as long as that makes the pass better for all."""
+        decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
+        rows, attended = len(decoding), sum(seq.computed for seq in decoding)
+        if not self.cost.knows(rows):
+            return
+        for seq in decoding:
+            room = min(seq.limit - len(seq.tokens) - 1, self.model.info.max_batch - rows)
+            seq.draft = self._job(seq).draft(self._cost_of_more(rows, attended, seq.computed), len(decoding) - 1, room)
+            rows += len(seq.draft)
+            attended += len(seq.draft) * seq.computed
+
+    def _cost_of_more(self, rows: int, attended: int, per_row: int) -> Callable[[int], float]:
+        return lambda k: self.cost.predict(rows + k, attended + k * per_row, rows + k)
 
     def _prepare(self, plan: Plan) -> list[Span]:
         return [
@@ -124,7 +140,7 @@ class Engine:
                 s.seq.may_reuse = False  # nothing of what it computed is to be trusted
                 self.fail(s.seq.request_id, failure)
             return None
-        self.cost.observe(plan.rows, plan.attended, self._clock() - began)
+        self.cost.observe(plan.rows, plan.attended, plan.outputs, self._clock() - began)
         ends = np.cumsum([len(span.outputs) for span in spans])
         return np.split(logits, ends[:-1])
 
@@ -153,6 +169,7 @@ class Engine:
             elif job.is_full:
                 self.cache.drop(s.seq)
                 s.seq.shift()
+                job.shifted()
             for event in events:
                 self._emit(event)
 

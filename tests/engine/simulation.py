@@ -84,7 +84,7 @@ class Simulation:
         self.plans.append(plan)
         seconds = self._cost(plan)
         self.clock.advance(seconds)
-        self.cost_model.observe(plan.rows, plan.attended, seconds)
+        self.cost_model.observe(plan.rows, plan.attended, plan.outputs, seconds)
         by_seq = {id(r.seq): r for r in self.requests}
         for s in plan.slices:
             request = by_seq[id(s.seq)]

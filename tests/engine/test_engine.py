@@ -24,6 +24,7 @@ SAMPLINGS = [
     Sampling(seed=7, top_k=0, top_p=1.0, temperature=1.0),
     Sampling(seed=3, repeat_penalty=1.3, repeat_last_n=-1, presence_penalty=0.2),
     Sampling(seed=3, top_k=5, min_p=0.1, temperature=2.0),
+    Sampling(seed=4, logit_bias={97: 40.0, 98: 40.0, 99: 40.0}),  # of three letters, some of what is guessed comes true
 ]
 PREFIXES = [[BOS], [BOS, *range(65, 65 + 40)], [BOS, *range(65, 65 + 20), *range(40, 60)]]
 

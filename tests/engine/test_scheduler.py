@@ -111,7 +111,7 @@ def test_a_prompt_alone_takes_larger_chunks() -> None:
     simulation.run()
     chunks = [plan.rows for plan in simulation.plans]
     assert max(chunks) > 100
-    assert max(simulation.cost_model.predict(plan.rows, plan.attended) for plan in simulation.plans) < 1.3
+    assert max(simulation.cost_model.predict(plan.rows, plan.attended, plan.outputs) for plan in simulation.plans) < 1.3
 
 
 def test_streams_alone_slower_than_the_target_still_let_prompts_in() -> None:
@@ -289,46 +289,48 @@ def test_it_only_decides() -> None:
 def test_cost_model_learns_what_it_sees(rows: int) -> None:
     model = CostModel(512)
 
-    def truth(n: int, attended: int) -> float:
-        return max(0.03, 0.004 * n) + 4e-8 * attended
+    def truth(n: int, attended: int, outputs: int) -> float:
+        return max(0.03, 0.004 * n) + 4e-8 * attended + 0.001 * outputs
 
     for i in range(300):
         for n in (1, 2, 4, 8, 16, 64, 128, 256):
             attended = n * (100 + 37 * (i % 50))
-            model.observe(n, attended, truth(n, attended))
-    assert model.predict(rows, rows * 1000) == pytest.approx(truth(rows, rows * 1000), rel=0.15)
+            outputs = n if n <= 8 else i % 3
+            model.observe(n, attended, outputs, truth(n, attended, outputs))
+    outputs = rows if rows <= 8 else 1
+    assert model.predict(rows, rows * 1000, outputs) == pytest.approx(truth(rows, rows * 1000, outputs), rel=0.15)
 
 
 def test_cost_model_follows_a_machine_that_slows_down() -> None:
     model = CostModel(64)
     for _ in range(50):
-        model.observe(8, 1000, 0.05)
+        model.observe(8, 1000, 8, 0.05)
     for _ in range(30):
-        model.observe(8, 1000, 0.15)
-    assert model.predict(8, 1000) == pytest.approx(0.15, rel=0.05)
+        model.observe(8, 1000, 8, 0.15)
+    assert model.predict(8, 1000, 8) == pytest.approx(0.15, rel=0.05)
 
 
 def test_cost_model_is_not_thrown_by_one_long_pause() -> None:
     model = CostModel(64)
     for _ in range(50):
-        model.observe(8, 1000, 0.05)
-    model.observe(8, 1000, 60.0)
-    assert model.predict(8, 1000) < 0.2
+        model.observe(8, 1000, 8, 0.05)
+    model.observe(8, 1000, 8, 60.0)
+    assert model.predict(8, 1000, 8) < 0.2
 
 
 def test_rows_within_is_the_most_that_fit() -> None:
     model = CostModel(512)
     for _ in range(20):
         for n in (1, 16, 64, 256):
-            model.observe(n, 0, 0.005 * n)
-    n = model.rows_within(0.2, 4, 0, 0, 500)
+            model.observe(n, 0, 0, 0.005 * n)
+    n = model.rows_within(0.2, 4, 0, 0, 0, 500)
     assert model.predict(4 + n) <= 0.2 < model.predict(4 + n + 1)
-    assert model.rows_within(0.001, 4, 0, 0, 500) == 0
-    assert model.rows_within(0.2, 4, 0, 0, 7) == 7
+    assert model.rows_within(0.001, 4, 0, 0, 0, 500) == 0
+    assert model.rows_within(0.2, 4, 0, 0, 0, 7) == 7
 
 
 def test_an_unknown_machine_is_tried_with_care() -> None:
     model = CostModel(512, first_chunk=64)
-    assert model.rows_within(0.2, 0, 0, 0, 500) == 64
-    model.observe(64, 0, 0.3)
-    assert model.rows_within(0.2, 0, 0, 0, 500) < 64
+    assert model.rows_within(0.2, 0, 0, 0, 0, 500) == 64
+    model.observe(64, 0, 0, 0.3)
+    assert model.rows_within(0.2, 0, 0, 0, 0, 500) < 64
