@@ -95,7 +95,7 @@ class Editor:
         """In grey on an empty line, and gone when the line is left behind."""
         from prompt_toolkit.formatted_text import FormattedText
 
-        return FormattedText([] if self._prompt.app.is_done else [("ansibrightblack", "Send a message (/? for help)")])
+        return FormattedText([] if self._prompt.app.is_done else [("ansibrightblack", "Say something (/? for help)")])
 
     def _write_history(self, enabled: bool) -> None:
         self._history = _history_file() if enabled else None

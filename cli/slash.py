@@ -15,76 +15,67 @@ from localrun.cli.render import printable
 from localrun.cli.session import Session, parse_think
 
 HELP = """\
-Available Commands:
-  /set            Set session variables
-  /show           Show model information
-  /load <model>   Load a session or model
-  /save <model>   Save your current session
-  /clear          Clear session context
-  /list           List models
-  /bye            Exit
-  /?, /help       Help for a command
-  /? shortcuts    Help for keyboard shortcuts
+What can be typed besides messages:
+  /set ...        change how the model answers, or how answers look
+  /show ...       what the model is
+  /load MODEL     go on with another model, or with a saved chat
+  /save NAME      keep this chat, with everything set and said, as a model
+  /clear          forget what was said
+  /list           models on this machine
+  /bye            leave
+  /? [TOPIC]      more about: set, parameter, show, shortcuts
 
-Use \"\"\" to begin a multi-line message.
+Three quotes (\"\"\") begin and end a message of several lines.
 """
 HELP_SET = """\
-Available Commands:
-  /set parameter ...     Set a parameter
-  /set system <string>   Set system message
-  /set history           Enable history
-  /set nohistory         Disable history
-  /set wordwrap          Draw Markdown, wrapped at words
-  /set nowordwrap        Print the text as the model writes it
-  /set format json       Enable JSON mode
-  /set noformat          Disable formatting
-  /set verbose           Show statistics after each answer
-  /set quiet             Disable statistics
-  /set think [level]     Enable thinking
-  /set nothink           Disable thinking
+  /set parameter NAME VALUE   one of the numbers that steer the answer (/? parameter)
+  /set system TEXT            the system message
+  /set format json            the model answers in JSON
+  /set noformat               it answers in text again
+  /set think [LEVEL]          it thinks first: low, medium, high, max
+  /set nothink                it does not
+  /set verbose                times and speeds after each answer
+  /set quiet                  none
+  /set wordwrap               Markdown is drawn, lines break between words
+  /set nowordwrap             the text as the model writes it
+  /set history                what is typed here is kept for the next chat
+  /set nohistory              it is not
 """
 HELP_SHOW = """\
-Available Commands:
-  /show info         Show details for this model
-  /show license      Show model license
-  /show modelfile    Show Modelfile for this model
-  /show parameters   Show parameters for this model
-  /show system       Show system message
-  /show template     Show prompt template
+  /show info         kind, size, context, capabilities
+  /show parameters   set in this chat, and by the model
+  /show system       system message
+  /show template     how messages become the model's prompt
+  /show modelfile    a Modelfile that makes this model
+  /show license      its license
 """
 HELP_PARAMETERS = """\
-Available Parameters:
-  /set parameter seed <int>                  Random number seed
-  /set parameter num_predict <int>           Max number of tokens to predict
-  /set parameter num_ctx <int>               Context size, in tokens
-  /set parameter temperature <float>         Level of randomness; 0 takes the likeliest token
-  /set parameter top_k <int>                 Pick from the likeliest k tokens
-  /set parameter top_p <float>               Pick from the likeliest tokens that have this share together
-  /set parameter min_p <float>               Leave out tokens below this share of the likeliest one's
-  /set parameter typical_p <float>           Locally typical sampling
-  /set parameter repeat_penalty <float>      How strongly repetitions are held against a token
-  /set parameter repeat_last_n <int>         How far back repetitions are looked for
-  /set parameter presence_penalty <float>    Held against a token that occurred at all
-  /set parameter frequency_penalty <float>   Held against a token for each time it occurred
-  /set parameter num_thread <int>            Threads to compute with
-  /set parameter stop <string> <string> ...  Texts that end an answer
+  /set parameter num_predict N         most tokens of an answer; -1: no limit
+  /set parameter num_ctx N             most tokens of the conversation
+  /set parameter seed N                makes answers repeatable
+  /set parameter temperature X         how adventurous; 0 always takes the likeliest token
+  /set parameter top_k N               choose among the N likeliest tokens
+  /set parameter top_p X               choose among the likeliest that have this share together
+  /set parameter min_p X               leave out tokens below this share of the likeliest one's
+  /set parameter typical_p X           locally typical sampling
+  /set parameter repeat_penalty X      how much a repetition counts against a token
+  /set parameter repeat_last_n N       how far back repetitions are looked for
+  /set parameter presence_penalty X    counts against a token that occurred at all
+  /set parameter frequency_penalty X   counts against it each time
+  /set parameter num_thread N          threads to compute with
+  /set parameter stop TEXT [TEXT ...]  what ends an answer
 """
 HELP_SHORTCUTS = """\
-Available keyboard shortcuts:
-  Ctrl + a            Move to the beginning of the line (Home)
-  Ctrl + e            Move to the end of the line (End)
-   Alt + b            Move back (left) one word
-   Alt + f            Move forward (right) one word
-  Ctrl + k            Delete the rest of the line
-  Ctrl + u            Delete from the beginning of the line
-  Ctrl + w            Delete the word before the cursor
-  Ctrl + r            Search the history
-  Ctrl + l            Clear the screen
-  Ctrl + g            Edit the message in $EDITOR
-   Alt + Enter        Begin a new line
-
-  Ctrl + c            Stop the answer; at the prompt, empty the line
-  Ctrl + d            Exit
+  Ctrl-A, Ctrl-E     to the beginning, to the end of the line
+  Alt-B, Alt-F       a word to the left, to the right
+  Ctrl-W             delete the word before the cursor
+  Ctrl-U, Ctrl-K     delete what is before, what is after the cursor
+  Up, Down, Ctrl-R   earlier messages; search them
+  Alt-Enter          a new line in the message
+  Ctrl-G             write the message in $EDITOR
+  Ctrl-L             empty the screen
+  Ctrl-C             stop the answer; at the prompt, drop what was typed
+  Ctrl-D             leave
 """
 
 
@@ -157,7 +148,7 @@ def _set(context: Context, rest: str) -> None:
             context.say(f"Set '{word}' mode.")
         case "format":
             if value != "json":
-                raise CliError("invalid or missing format. For 'json' mode use '/set format json'")
+                raise CliError("the one format there is: /set format json")
             session.format = value
             context.say("Set format to 'json' mode.")
         case "noformat":
@@ -203,10 +194,10 @@ def _show(context: Context, rest: str) -> None:
     elif rest == "parameters":
         if session.options:
             lines = (f"{name:<30} {value}" for name, value in session.options.items())
-            context.say("User defined parameters:\n" + "\n".join(lines) + "\n")
-        context.say("Model defined parameters:\n" + (show_section(info, "parameters") or "none"))
+            context.say("Set in this chat:\n" + "\n".join(lines) + "\n")
+        context.say("By the model:\n" + (show_section(info, "parameters") or "none"))
     else:
-        context.say(show_section(info, rest) or f"No {rest} is specified for this model.")
+        context.say(show_section(info, rest) or f"This model has no {rest}.")
 
 
 def _load(context: Context, rest: str) -> None:

@@ -65,7 +65,7 @@ class Terminal:
 
         def there(text: str) -> bool:
             lines = text.splitlines()
-            return lines[-1:] == [">>> Send a message (/? for help)"] and sum(line.startswith(">>>") for line in lines) >= least
+            return lines[-1:] == [">>> Say something (/? for help)"] and sum(line.startswith(">>>") for line in lines) >= least
 
         text = self.see(there)
         self._prompts = sum(line.startswith(">>>") for line in text.splitlines())
@@ -217,12 +217,12 @@ def test_settings_reach_the_daemon(fake: FakeDaemon, start: Start) -> None:
 COMMANDS = [
     ("/set parameter temperature hot", "Error: invalid value 'hot' for temperature"),
     ("/set parameter nonsense 1", "Error: unknown parameter 'nonsense'"),
-    ("/set parameter", "/set parameter seed <int>"),
+    ("/set parameter", "/set parameter seed N"),
     ("/set", "/set nohistory"),
     ("/set nonsense", "Unknown command '/set nonsense'"),
     ("/nonsense", "Unknown command '/nonsense'. Type /? for help"),
-    ("/?", "/load <model>"),
-    ("/? shortcuts", "Ctrl + k"),
+    ("/?", "/load MODEL"),
+    ("/? shortcuts", "Ctrl-K"),
     ("/help set", "/set verbose"),
     ("/show", "/show template"),
     ("/show template", "{{ messages }}"),
