@@ -1,9 +1,9 @@
 """Tensor types whose values are at most 16 different integers, read eight values at a time.
 
-Nibbles of a table, points of a grid with signs, digits base 3, single bits: a block of every such type can be asked for *octet* i, its values
-8 i to 8 i + 7, as eight bytes of a 64-bit word that index one table of 16 codes, the first value in the lowest byte. Packing (below), tiles
-(tiles_table.py) and embedding rows (rows.py) are written once over that. Where the bits lie is said in formats/, whose NumPy functions are
-the reference for this file.
+Nibbles of a table, points of a grid with signs, digits base 3, single bits: a block of every such type can be asked for *octet* i, its
+values 8 i to 8 i + 7, as eight bytes of a 64-bit word that index one table of 16 codes, the first value in the lowest byte. Packing
+(below), tiles (tiles_table.py) and embedding rows (rows.py) are written once over that. Where the bits lie is said in formats/, whose
+NumPy functions are the reference for this file.
 
     kind '256'   value = d * factor * scale(j) * table[index] - dmin * minimum(j), sub-blocks of `sub` values
     kind '32'    value = d(j) * table[index], one d for `sub` values
@@ -52,6 +52,7 @@ class Octets:
     scale: Any = None
     minimum: Any = None
     dmin16: Any = None
+    bits: int = 4
 
     @property
     def linear(self) -> bool:
@@ -74,7 +75,7 @@ class Octets:
     @property
     def quants(self) -> int:
         """Packed bytes of a block's indices, 16 rows."""
-        return self.block * 8
+        return self.block * 2 * self.bits
 
     @property
     def scales(self) -> int:
@@ -374,10 +375,10 @@ def _table(values: NDArray[np.int8]) -> tuple[int, ...]:
 OCTETS: dict[str, Octets] = {
     o.name: o
     for o in (
-        Octets("Q2_K", "256", 16, _counting(0), _four_planes(16), _half_at(80), False, 1.0, _q2_k_scale, _q2_k_minimum, _half_at(82)),
+        Octets("Q2_K", "256", 16, _counting(0), _four_planes(16), _half_at(80), False, 1.0, _q2_k_scale, _q2_k_minimum, _half_at(82), 2),
         Octets("Q3_K", "256", 16, _counting(-4), _q3_k_octet, _half_at(108), scale=_q3_k_scale),
-        Octets("TQ1_0", "256", 32, _counting(-1), _tq1_0_octet, _half_at(52), scale=_one),
-        Octets("TQ2_0", "256", 32, _counting(-1), _four_planes(0), _half_at(64), scale=_one),
+        Octets("TQ1_0", "256", 32, _counting(-1), _tq1_0_octet, _half_at(52), scale=_one, bits=2),
+        Octets("TQ2_0", "256", 32, _counting(-1), _four_planes(0), _half_at(64), scale=_one, bits=2),
         Octets("IQ4_XS", "256", 32, _table(iquants.NONLINEAR), _nibbles(8), _half_at(0), scale=_iq4_xs_scale),
         Octets("IQ2_XXS", "256", 32, _signed_table("iq2_xxs"), _iq2_xxs_octet, _half_at(0), factor=1 / 8, scale=_iq2_xxs_scale),
         Octets("IQ2_XS", "256", 16, _signed_table("iq2_xs"), _iq2_xs_octet, _half_at(0), factor=1 / 8, scale=_nibble_scales(66)),
@@ -431,6 +432,7 @@ def _row_packer_32(o: Octets) -> Any:
 
 def _row_packer_256(o: Octets) -> Any:
     octet, d16, scale, size = o.octet, o.d16, o.scale, BY_NAME[o.name].block_bytes
+    quants, two_bits = o.quants, o.bits == 2
     step, subs = o.quants + o.scales, 256 // o.sub
     with_min = o.minimum is not None
     minimum, dmin16 = (o.minimum, o.dmin16) if with_min else (o.scale, o.d16)
@@ -440,11 +442,15 @@ def _row_packer_256(o: Octets) -> Any:
         for b in range(n_blocks):
             s = source + b * size
             t = target + b * step
-            for part in range(8):
-                at = t + part * 256 + row * 4
-                _store_word(at, octet(s, part * 4) | (octet(s, part * 4 + 2) << 4))
-                _store_word(at + 128, octet(s, part * 4 + 1) | (octet(s, part * 4 + 3) << 4))
-            t += 2048
+            for i in range(0, quants >> 4, 8):  # two words of the row
+                if two_bits:
+                    k = (i >> 4) * 8 + ((i >> 3) & 1)
+                    word = octet(s, k) | (octet(s, k + 2) << 2) | (octet(s, k + 4) << 4) | (octet(s, k + 6) << 6)
+                else:
+                    k = (i >> 4) * 4 + ((i >> 3) & 1)
+                    word = octet(s, k) | (octet(s, k + 2) << 4)
+                _store_word(t + i * 16 + row * 4, word)
+            t += quants
             for j in range(subs):
                 store_scalar(t + (j >> 1) * 32 + row * 2 + (j & 1), numba.int8(scale(s, j)))
             t += subs * 16

@@ -1,4 +1,4 @@
-"""Matmul tiles of the types of octets.py: nibbles that index a table of 16 codes, in registers. The order of operations is matmul.py's.
+"""Matmul tiles of the types of octets.py: indices into a table of 16 codes that lies in a register. The order of operations is matmul.py's.
 
 Codes are made unsigned by an offset; what that adds to a dot product, offset * sum(x), is an integer that the activations' sums know.
 """
@@ -52,14 +52,78 @@ def _decoder(isa: Isa, o: Octets) -> tuple[Any, Any]:
     return isa.ops.lookup(table), isa.ops.tile_dot4 if max(table) < 128 else isa.ops.tile_dot4_full
 
 
-def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
+def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
+    """(group, activations, stride, pair) -> integer dot products of sub-blocks 2 pair and 2 pair + 1 of a block of 256."""
     code, dot4 = _decoder(isa, o)
+
+    @numba.njit
+    def nibbles_16(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        x += pair * 32
+        for g in range(4):
+            packed = load_u8x64(w + (pair * 4 + g) * 64)
+            first = dot4(first, code(packed & 15), x + g * 4, stride)
+            second = dot4(second, code((packed >> 4) & 15), x + 16 + g * 4, stride)
+        return first, second
+
+    @numba.njit
+    def nibbles_32(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        x += pair * 64
+        for g in range(4):
+            packed = load_u8x64(w + (pair * 8 + g) * 64)
+            first = dot4(first, code(packed & 15), x + g * 4, stride)
+            first = dot4(first, code((packed >> 4) & 15), x + 16 + g * 4, stride)
+            packed = load_u8x64(w + (pair * 8 + 4 + g) * 64)
+            second = dot4(second, code(packed & 15), x + 32 + g * 4, stride)
+            second = dot4(second, code((packed >> 4) & 15), x + 48 + g * 4, stride)
+        return first, second
+
+    @numba.njit
+    def two_bits_16(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        w += (pair >> 1) * 256
+        x += pair * 32
+        if pair & 1:
+            for g in range(4):
+                packed = load_u8x64(w + g * 64)
+                first = dot4(first, (packed >> 4) & 3, x + g * 4, stride)
+                second = dot4(second, (packed >> 6) & 3, x + 16 + g * 4, stride)
+        else:
+            for g in range(4):
+                packed = load_u8x64(w + g * 64)
+                first = dot4(first, packed & 3, x + g * 4, stride)
+                second = dot4(second, (packed >> 2) & 3, x + 16 + g * 4, stride)
+        return first, second
+
+    @numba.njit
+    def two_bits_32(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        x += pair * 64
+        for g in range(4):
+            packed = load_u8x64(w + (pair * 4 + g) * 64)
+            first = dot4(first, packed & 3, x + g * 4, stride)
+            first = dot4(first, (packed >> 2) & 3, x + 16 + g * 4, stride)
+            second = dot4(second, (packed >> 4) & 3, x + 32 + g * 4, stride)
+            second = dot4(second, (packed >> 6) & 3, x + 48 + g * 4, stride)
+        return first, second
+
+    if o.bits == 2:
+        return two_bits_16 if o.sub == 16 else two_bits_32
+    return nibbles_16 if o.sub == 16 else nibbles_32
+
+
+def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
+    two = _two_sub_blocks(isa, o, tokens)
     dot2 = isa.ops.tile_dot2
-    size, step = 256 // o.sub * 16, o.quants + o.scales
-    fine, with_min = o.sub == 16, o.minimum is not None
-    sums = 288 if fine else 264
+    quants, step, size = o.quants, o.quants + o.scales, 256 // o.sub * 16
+    sums, with_min = 288 if o.sub == 16 else 264, o.minimum is not None
     offset, factor = o.offset, o.factor
-    d_at = 2048 + size * (2 if with_min else 1)
+    d_at = quants + size * (2 if with_min else 1)
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
@@ -67,36 +131,20 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
         for _ in range(n):
             total = zeros_i32(tokens)
             offsets = zeros_i32(tokens)
-            for pair in range(size // 32):  # two sub-blocks
-                pairs = i8_to_i16(load_i8x32(w + 2048 + pair * 32))
-                even = sar(words_of_pairs(pairs) << 16, 16)
-                odd = sar(words_of_pairs(pairs), 16)
-                first = zeros_i32(tokens)
-                second = zeros_i32(tokens)
-                if fine:
-                    for g in range(4):
-                        nibbles = load_u8x64(w + (pair * 4 + g) * 64)
-                        first = dot4(first, code(nibbles & 15), x + pair * 32 + g * 4, stride)
-                        second = dot4(second, code((nibbles >> 4) & 15), x + pair * 32 + 16 + g * 4, stride)
-                else:
-                    for g in range(4):
-                        nibbles = load_u8x64(w + (pair * 8 + g) * 64)
-                        first = dot4(first, code(nibbles & 15), x + pair * 64 + g * 4, stride)
-                        first = dot4(first, code((nibbles >> 4) & 15), x + pair * 64 + 16 + g * 4, stride)
-                        nibbles = load_u8x64(w + (pair * 8 + 4 + g) * 64)
-                        second = dot4(second, code(nibbles & 15), x + pair * 64 + 32 + g * 4, stride)
-                        second = dot4(second, code((nibbles >> 4) & 15), x + pair * 64 + 48 + g * 4, stride)
-                total = tile_scale_add(total, first, even)
-                total = tile_scale_add(total, second, odd)
+            for pair in range(size // 32):
+                scales = i8_to_i16(load_i8x32(w + quants + pair * 32))
+                first, second = two(w, x, stride, pair)
+                total = tile_scale_add(total, first, sar(words_of_pairs(scales) << 16, 16))
+                total = tile_scale_add(total, second, sar(words_of_pairs(scales), 16))
                 if offset:
-                    offsets = dot2(offsets, pairs, x + sums + pair * 4, stride)
+                    offsets = dot2(offsets, scales, x + sums + pair * 4, stride)
             if offset:
                 total = tile_scale_add(total, offsets, splat_i32(numba.int32(-offset)))
             value = tile_mul(tile_to_f32(total), f16_to_f32(load_f16x16(w + d_at)) * numba.float32(factor))
             if with_min:
                 mins = zeros_i32(tokens)
                 for pair in range(size // 32):
-                    mins = dot2(mins, u8_to_i16(load_i8x32(w + 2048 + size + pair * 32)), x + sums + pair * 4, stride)
+                    mins = dot2(mins, u8_to_i16(load_i8x32(w + quants + size + pair * 32)), x + sums + pair * 4, stride)
                 value = tile_fma(value, tile_to_f32(mins), f16_to_f32(load_f16x16(w + d_at + 32)) * numba.float32(-1.0))
             acc = tile_fma(acc, value, tile_splat_f32(acc, x + 256, stride))
             w += step
