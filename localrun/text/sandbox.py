@@ -22,8 +22,9 @@ from datetime import datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -32,6 +33,7 @@ from jinja2.visitor import NodeTransformer
 _CLOCK_EVERY = 1024
 _WIDTH = re.compile(r"\d{5,}")
 """A field width or precision beyond four digits, in either style of format strings."""
+_SIZED = (str, bytes, list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Limits:
     steps: int = 5_000_000
     """Passes of loops and calls of macros."""
     seconds: float = 20.0
-    characters: int = 32_000_000
+    characters: int = 8_000_000
     number: int = 1_000_000
     """Greatest integer handed to a function, and most items or characters one operator may make."""
     source: int = 1_000_000
@@ -72,7 +74,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, finalize=_checked_tree, extensions=[_Generation, loopcontrols])
         self._run = _Run()
         self.filters.update(_bounded_filters(self.filters))
-        self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = self._strftime_now
         self.globals.pop("lipsum")  # filler text, of any length
@@ -112,16 +113,17 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             _check_product(left, right)
-        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+        elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
             _check_length(len(left) + len(right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_number(left.bit_length() * right)
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            values = right if isinstance(right, tuple) else tuple(right.values()) if isinstance(right, dict) else (right,)
+            _check_format(left, *values)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_call(__obj, args)
+        _check_call(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _strftime_now(self, form: str) -> str:
@@ -192,29 +194,51 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _bounded_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The filters that can make much out of little, with a check in front; those that need context keep their marks."""
-    checks: dict[str, Callable[..., None]] = {
-        "batch": _check_numbers, "center": _check_numbers, "indent": _check_numbers, "round": _check_numbers, "slice": _check_numbers,
-        "truncate": _check_numbers, "wordwrap": _check_numbers, "format": lambda form, *_: _check_format(str(form)),
-        "replace": lambda value, old, new, *_: _check_replace(str(value), str(old), str(new)),
-        "pprint": lambda value, *_: _checked_tree(value) and None, "string": lambda value, *_: _checked_tree(value) and None,
-        "xmlattr": lambda value, *_: _checked_tree(value) and None,
-    }  # fmt: skip
+@pass_environment
+def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's `join`, with a look at how much that makes."""
+    items = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    parts = [str(item) for item in _checked_tree(items)]
+    _check_length(sum(map(len, parts)) + len(parts) * len(str(d)))
+    return str(d).join(parts)
 
-    def bounded(name: str, check: Callable[..., None]) -> Callable[..., Any]:
+
+@pass_environment
+def _sum(environment: Environment, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Jinja's `sum`; lists can be added up too, and then grow."""
+    items = list(iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable))
+    _check_length(sum(len(item) for item in items if isinstance(item, (list, tuple))))
+    return sum(items, start)
+
+
+def _bounded_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The filters that can make much out of little, with a check in front."""
+    checks: dict[str, Callable[..., object]] = {
+        "batch": _check_numbers,
+        "center": _check_numbers,
+        "slice": _check_numbers,
+        "format": _check_format,
+        "indent": _check_indent,
+        "wordwrap": lambda value, *rest: _check_length(len(str(value)) * max((len(r) for r in rest if isinstance(r, str)), default=1)),
+        "replace": lambda value, old, new, *_: _check_replace(str(value), str(old), str(new)),
+        "pprint": _checked_tree,
+        "string": _checked_tree,
+        "xmlattr": _checked_tree,
+    }
+
+    def bounded(name: str, check: Callable[..., object]) -> Callable[..., Any]:
         inner = filters[name]
+        # What Jinja passes in front by itself (the environment, an evaluation context) is no argument of the template's.
+        own = 1 if hasattr(inner, "jinja_pass_arg") else 0
 
         @wraps(inner)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            # What Jinja passes in front by itself (environment, evaluation context) is no argument of the template's.
-            check(*given[1:] if hasattr(inner, "jinja_pass_arg") else given)
+            check(*args[own:], *kwargs.values())
             return inner(*args, **kwargs)
 
         return run
 
-    return {name: bounded(name, check) for name, check in checks.items()}
+    return {name: bounded(name, check) for name, check in checks.items()} | {"join": _join, "sum": _sum, "tojson": _tojson}
 
 
 # ---- checks: each raises LimitExceeded ----
@@ -222,12 +246,12 @@ def _bounded_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callab
 
 def _check_length(length: int) -> None:
     if length > LIMITS.characters:
-        raise LimitExceeded(f"it makes a text of more than {LIMITS.characters:,} characters")
+        raise LimitExceeded(f"it makes something of more than {LIMITS.characters:,} characters or items")
 
 
 def _check_number(number: int) -> None:
     if number > LIMITS.number:
-        size = f"of size {number:,}, more than {LIMITS.number:,}" if number < 10**18 else "enormous"
+        size = f"of size {number:,}, more than {LIMITS.number:,}" if number < 10**18 else "of a size beyond all bounds"
         raise LimitExceeded(f"it asks for something {size}")
 
 
@@ -237,12 +261,24 @@ def _check_numbers(*values: object) -> None:
             _check_number(value)
 
 
-def _check_format(form: str) -> None:
+def _check_format(form: object, *values: object) -> None:
+    """For all ways of formatting: `%`, `format`, `strftime`."""
+    form = str(form)
     if _WIDTH.search(form) or ("*" in form and "%" in form):
         raise LimitExceeded("it formats to a very large width")
+    _check_numbers(*values)
+    longest = max((len(value) for value in values if isinstance(value, (str, bytes))), default=0)
+    _check_length(len(form) + (form.count("%") + form.count("{")) * longest)
 
 
-def _check_replace(value: str, old: str, new: str) -> None:
+def _check_indent(value: object, width: object = 4, *_: object) -> None:
+    _check_numbers(width)
+    each = width if isinstance(width, int) else len(str(width))
+    text = str(value)
+    _check_length(len(text) + (text.count("\n") + 1) * each)
+
+
+def _check_replace(value: str | bytes, old: Any, new: Any) -> None:
     _check_length(len(value) + value.count(old) * len(new))
 
 
@@ -250,24 +286,32 @@ def _check_product(left: object, right: object) -> None:
     if isinstance(left, int) and isinstance(right, int):
         _check_number(left.bit_length() + right.bit_length())
     for many, times in ((left, right), (right, left)):
-        if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+        if isinstance(many, _SIZED) and isinstance(times, int):
             _check_number(len(many) * times)
 
 
-def _check_call(function: Any, args: tuple[Any, ...]) -> None:
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Methods of texts that can make much out of little."""
-    owner = getattr(function, "__self__", None)
-    if not isinstance(owner, str):
+    # The sandbox puts its own function in front of `format`.
+    method = getattr(function, "__wrapped__", function)
+    owner = getattr(method, "__self__", None)
+    if not isinstance(owner, (str, bytes)):
         return
-    name = getattr(function, "__name__", "")
-    if name in ("center", "expandtabs", "ljust", "rjust", "zfill"):
+    name = getattr(method, "__name__", "")
+    if name in ("center", "ljust", "rjust", "zfill"):
         _check_numbers(*args)
-    elif name == "replace" and len(args) >= 2:
-        _check_replace(owner, str(args[0]), str(args[1]))
+    elif name == "expandtabs":
+        tab = args[0] if args and isinstance(args[0], int) else 8
+        _check_number(tab * (owner.count("\t") if isinstance(owner, str) else owner.count(b"\t")))
+    elif name == "replace" and len(args) >= 2 and isinstance(args[0], type(owner)) and isinstance(args[1], type(owner)):
+        _check_replace(owner, args[0], args[1])
     elif name == "join" and args and isinstance(args[0], (list, tuple)):
-        _check_length(sum(len(part) for part in args[0] if isinstance(part, str)) + len(owner) * len(args[0]))
+        _check_length(sum(len(part) for part in args[0] if isinstance(part, (str, bytes))) + len(owner) * len(args[0]))
     elif name in ("format", "format_map"):
-        _check_format(owner)
+        given = [*args, *kwargs.values()]
+        _check_format(owner, *given, *(args[0].values() if name == "format_map" and args and isinstance(args[0], dict) else ()))
+    elif name == "translate":
+        raise LimitExceeded("it calls translate, which is not supported here")
 
 
 def _checked_tree(value: Any) -> Any:
