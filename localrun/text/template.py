@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from localrun.errors import TemplateError
 from localrun.models.gguf import GGUFFile
+from localrun.text.gosyntax import is_go_template
 
 if TYPE_CHECKING:
     import jinja2
@@ -67,7 +68,7 @@ class ChatTemplate:
 
     def with_source(self, source: str) -> ChatTemplate:
         """Another template for the same model. Raises TemplateError when it is no valid template."""
-        return ChatTemplate(source, **self._tokens)
+        return _of_source(source, self._tokens)
 
     @property
     def supports_tools(self) -> bool:
@@ -108,8 +109,9 @@ class ChatTemplate:
 def chat_template_for(gguf: GGUFFile, override: str | None) -> ChatTemplate:
     """The template that holds for an open model file.
 
-    `override` (a Modelfile's TEMPLATE, Jinja) if given; else the file's tokenizer.chat_template, with tokenizer.chat_template.tool_use when
-    tools are given, if the file has that; else FALLBACK. Raises TemplateError when the one that holds is no valid template.
+    `override` (a Modelfile's TEMPLATE, Jinja or Go's language) if given; else the file's tokenizer.chat_template, with
+    tokenizer.chat_template.tool_use when tools are given, if the file has that; else FALLBACK. Raises TemplateError when the one that
+    holds is no valid template.
     """
     metadata = gguf.metadata
     tokens = TokenTexts(
@@ -119,7 +121,7 @@ def chat_template_for(gguf: GGUFFile, override: str | None) -> ChatTemplate:
         pad_token=_token_text(metadata, "padding"),
     )
     if override is not None and override.strip():
-        return ChatTemplate(override, **tokens)
+        return _of_source(override, tokens)
     source = metadata.get("tokenizer.chat_template")
     tool_source = metadata.get("tokenizer.chat_template.tool_use")
     if not isinstance(tool_source, str) or not tool_source.strip():
@@ -127,6 +129,15 @@ def chat_template_for(gguf: GGUFFile, override: str | None) -> ChatTemplate:
     if isinstance(source, str) and source.strip():
         return ChatTemplate(source, tool_source=tool_source, **tokens)
     return ChatTemplate(FALLBACK, fallback=True, **tokens)
+
+
+def _of_source(source: str, tokens: TokenTexts) -> ChatTemplate:
+    """A template from a Modelfile or a request, which may be in Go's language. Raises TemplateError."""
+    if is_go_template(source):
+        from localrun.text.gochat import GoChatTemplate
+
+        return GoChatTemplate(source, **tokens)
+    return ChatTemplate(source, **tokens)
 
 
 def _token_text(metadata: Mapping[str, Any], name: str) -> str:
