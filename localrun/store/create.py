@@ -19,15 +19,13 @@ from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.modelfile import Instruction
 from localrun.store.names import Name, check_digest
 from localrun.store.progress import Cancelled, Progress, PullProgress
+from localrun.text.gosyntax import is_go_template as is_go_template
 
 if TYPE_CHECKING:
     from localrun.store.store import Store, StoredModel
 
 ORDER = ("model", "projector", "adapter", "template", "system", "params", "messages", "license")
 """Of layers in the manifests made here, so that the same model made twice has the same ID."""
-
-_GO = re.compile(r"\{\{-?\s*(\.[A-Z$]|\$|(if|else|range|with|end|define|block|template|json|printf|slice|index|len|and|or|not|eq)\b)")
-_JINJA_ONLY = re.compile(r"\{%|\{#")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +44,11 @@ class CreateSpec:
     copy: bool = False
     """With `gguf`: copy the file."""
     template: str | None = None
-    """Jinja."""
+    """Jinja, or Go's language as Ollama writes it."""
     system: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
-
-
-def is_go_template(text: str) -> bool:
-    """Whether a template is written for Go's text/template, as Ollama's are, and not in Jinja."""
-    return not _JINJA_ONLY.search(text) and _GO.search(text) is not None
 
 
 def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> None:
@@ -111,17 +104,15 @@ def _checked(spec: CreateSpec, progress: Progress) -> CreateSpec:
 
 
 def check_template(text: str) -> None:
-    """Raises Unsupported for a Go template and BadRequest for what Jinja cannot read."""
+    """Raises BadRequest for a template that is neither Jinja nor Go's language, with what is wrong and where."""
+    from localrun.text.gochat import GoChatTemplate
     from localrun.text.template import ChatTemplate, TemplateError
 
-    if is_go_template(text):
-        raise Unsupported(
-            "template error: this is a Go template, as Ollama writes them; templates are Jinja here. Leave TEMPLATE out to use the one "
-            "in the GGUF file, or write it in Jinja",
-            param="template",
-        )
     try:
-        ChatTemplate(text)
+        if is_go_template(text):
+            GoChatTemplate(text)
+        else:
+            ChatTemplate(text)
     except TemplateError as error:
         raise BadRequest(f"template error: {error}", param="template") from error
 

@@ -18,11 +18,13 @@ KINDS: dict[str, Kind] = {
     "num_keep": "int", "num_predict": "int", "draft_num_predict": "int", "seed": "int", "stop": "strings",
     "temperature": "float", "top_k": "int", "top_p": "float", "min_p": "float", "typical_p": "float",
     "repeat_last_n": "int", "repeat_penalty": "float", "presence_penalty": "float", "frequency_penalty": "float",
+    "top_n_sigma": "float", "xtc_probability": "float", "xtc_threshold": "float", "mirostat": "int", "mirostat_tau": "float",
+    "mirostat_eta": "float", "dry_multiplier": "float", "dry_base": "float", "dry_allowed_length": "int", "dry_penalty_last_n": "int",
+    "dry_sequence_breakers": "strings", "banned_strings": "strings", "ignore_eos": "bool",
 }  # fmt: skip
 
 DEPRECATED = frozenset({
-    "mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "penalize_newline", "low_vram", "f16_kv", "vocab_only", "use_mlock", "numa",
-    "logits_all",
+    "tfs_z", "penalize_newline", "low_vram", "f16_kv", "vocab_only", "use_mlock", "numa", "logits_all",
 })  # fmt: skip
 """Names that old Modelfiles have and no engine obeys any more; a create drops them and says so."""
 
