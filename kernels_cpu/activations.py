@@ -4,6 +4,12 @@
     kind '32'   n int8, room up to a multiple of 64, then n / 32 times META bytes
     kind 'f'    the floats
 
+For matrix instructions (amx.py) the rows of a batch of MANY tokens or more are also laid out by blocks of 16 tokens, so that what one instruction reads
+lies together:
+
+    kind '256'  per 16 tokens and super-block TILE_SUPER bytes: 4 x (16 tokens x 64 int8), then 16 x the last 64 bytes of SUPER
+    kind '32'   per 16 tokens and 4 blocks TILE_QUAD bytes: 4 x (16 tokens x 32 int8), then 4 x (16 d f32, 16 d * sum f32)
+
 A scale is d = max|x| / 127, a quant rint(x * (127 / max|x|)), ties to even; both are 0 where max|x| is below TINY.
 """
 
@@ -18,7 +24,9 @@ from localrun.kernels_cpu.simd import (
     i32_to_i8,
     load_f32,
     load_f32x16,
+    load_i8x32,
     load_i64,
+    load_u8x64,
     max_f32,
     splat_f32,
     store,
@@ -33,6 +41,10 @@ SUPER = 320
 """Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
 META = 28
 """Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of either half."""
+TILE_SUPER = 16 * SUPER
+TILE_QUAD = 2048 + 512
+MANY = 32
+"""Tokens from which on matrix instructions pay."""
 TINY = 1e-30
 """Smaller activations are zero: 127 / max|x| must be finite."""
 
@@ -99,17 +111,55 @@ def quantize_32(row: int, n: int, out: int) -> None:
 
 
 @numba.njit
-def give(row: int, n: int, args: int, t: int) -> None:
-    """Quantizes a finished row for whoever reads it. args: address and row stride of each of '256', '32', 'f'; address 0: nobody does."""
+def _tiles_256(row: int, n: int, tiles: int, t: int) -> None:
+    """A row of kind '256' to its place among the tiles."""
+    for b in range(n >> 8):
+        source = row + b * SUPER
+        target = tiles + ((t >> 4) * (n >> 8) + b) * TILE_SUPER + (t & 15) * 64
+        for i in range(5):
+            store(target + i * 1024, load_u8x64(source + i * 64))
+
+
+@numba.njit
+def _tiles_32(row: int, n: int, tiles: int, t: int) -> None:
+    """A row of kind '32' to its place among the tiles."""
+    meta = row + ((n + 63) & -64)
+    quads = (n + 127) >> 7
+    for b in range(n >> 5):
+        target = tiles + ((t >> 4) * quads + (b >> 2)) * TILE_QUAD
+        store(target + (b & 3) * 512 + (t & 15) * 32, load_i8x32(row + b * 32))
+        scales = target + 2048 + (b & 3) * 128 + (t & 15) * 4
+        store_scalar(scales, load_f32(meta + b * META))
+        store_scalar(scales + 64, load_f32(meta + b * META + 4))
+
+
+@numba.njit
+def give(row: int, n: int, args: int, t: int, tokens: int) -> None:
+    """Quantizes finished row t of `tokens` for whoever reads it.
+
+    args: address and row stride of each of '256', '32', 'f', then the addresses of the tiles of '256' and '32'; address 0: nobody reads that.
+    """
     to_256 = load_i64(args)
     if to_256:
-        quantize_256(row, n, to_256 + t * load_i64(args + 8))
+        target = to_256 + t * load_i64(args + 8)
+        quantize_256(row, n, target)
+        if tokens >= MANY and load_i64(args + 48):
+            _tiles_256(target, n, load_i64(args + 48), t)
     to_32 = load_i64(args + 16)
     if to_32:
-        quantize_32(row, n, to_32 + t * load_i64(args + 24))
+        target = to_32 + t * load_i64(args + 24)
+        quantize_32(row, n, target)
+        if tokens >= MANY and load_i64(args + 56):
+            _tiles_32(target, n, load_i64(args + 56), t)
     to_f = load_i64(args + 32)
     if to_f:
         target = to_f + t * load_i64(args + 40)
         if target != row:
             for i in range((n + 15) >> 4):
                 store(target + i * 64, load_f32x16(row + i * 64))
+
+
+def tile_bytes(kind: str, n: int, max_tokens: int) -> int:
+    """Bytes of the tiles of a batch; 0 for kind 'f'."""
+    blocks = -(-max_tokens // 16)
+    return {"256": n // 256 * TILE_SUPER, "32": -(-n // 128) * TILE_QUAD, "f": 0}[kind] * blocks

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu.activations import TILE_QUAD, TILE_SUPER
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.pack import PACKINGS
@@ -202,71 +202,71 @@ def _group_256(isa: Isa, type_name: str) -> Any:
     configure = _configure(64)
 
     @numba.njit
-    def floats(w: int, x: int, stride: int, low: int, sums: int, first: int) -> None:
-        """Adds the products of one super-block to the float sums of 16 tokens."""
-        for half in range(2):
-            tokens = x + half * 8 * stride
-            total = tile_scale_add(tile_load(zeros_i32(8), low + half * 512, 64), tile_load(zeros_i32(8), low + 1024 + half * 512, 64), splat_i32(numba.int32(256)))
-            d = f16_to_f32(load_f16x16(w + scales + 256))
-            if with_mins:
-                mins = zeros_i32(8)
-                for j in range(4):
-                    mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), tokens + 264 + j * 4, stride)
-                dmin = f16_to_f32(load_f16x16(w + scales + 288))
-                value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
-            else:
-                value = tile_mul(tile_to_f32(total), d)
-            acc = zeros_f32(8)
-            if first == 0:
-                acc = tile_load(acc, sums + half * 512, 64)
-            acc = tile_fma(acc, value, tile_splat_f32(acc, tokens + 256, stride))
-            tile_store_all(acc, sums + half * 512, 64)
+    def floats(w: int, x: int, low: int, sums: int, first: int) -> None:
+        """Adds the products of one super-block, low bytes at `low`, high bytes 1024 behind, to the float sums of eight tokens."""
+        high = tile_load(zeros_i32(8), low + 1024, 64)
+        total = tile_scale_add(tile_load(zeros_i32(8), low, 64), high, splat_i32(numba.int32(256)))
+        d = f16_to_f32(load_f16x16(w + scales + 256))
+        if with_mins:
+            mins = zeros_i32(8)
+            for j in range(4):
+                mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), x + 8 + j * 4, 64)
+            dmin = f16_to_f32(load_f16x16(w + scales + 288))
+            value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
+        else:
+            value = tile_mul(tile_to_f32(total), d)
+        acc = zeros_f32(8)
+        if first == 0:
+            acc = tile_load(acc, sums, 64)
+        tile_store_all(tile_fma(acc, value, tile_splat_f32(acc, x, 64)), sums, 64)
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int) -> None:
-        """Float sums of `tokens` (a multiple of 16) tokens into scratch."""
+    def group(w: int, n: int, x: int, tokens: int, scratch: int) -> None:
+        """Float sums of `tokens` (a multiple of 16) tokens into scratch.
+
+        The float work of 32 tokens is issued between the tile products of the next 32: they take as long and need other parts of the core.
+        """
         configure(scratch + CONFIG)
+        step16 = n * TILE_SUPER
         low = scratch + PARTS
         high = low + 4096
-        sums = scratch + SUMS
         for b in range(n):
             expand(w, low, high)
-            t = 0
-            while t < tokens:
-                at = x + t * stride
+            first = numba.int64(b == 0)
+            products = scratch + SUMS
+            other = products + 4096
+            before = 0
+            for t in range(0, tokens, 32):
+                at = x + (t >> 4) * step16
                 two = tokens - t >= 32
                 tile_zero(0)
                 tile_zero(1)
-                if two:
-                    tile_zero(2)
-                    tile_zero(3)
-                    for k in range(4):
-                        load_tile(4, at + k * 64, stride)
-                        load_tile(6, low + k * 1024, 64)
-                        dot_signed_unsigned(0, 4, 6)
-                        load_tile(7, high + k * 1024, 64)
-                        dot_signed_signed(1, 4, 7)
-                        load_tile(5, at + 16 * stride + k * 64, stride)
+                tile_zero(2)
+                tile_zero(3)
+                for k in range(4):
+                    load_tile(4, at + k * 1024, 64)
+                    load_tile(6, low + k * 1024, 64)
+                    dot_signed_unsigned(0, 4, 6)
+                    load_tile(7, high + k * 1024, 64)
+                    dot_signed_signed(1, 4, 7)
+                    if two:
+                        load_tile(5, at + step16 + k * 1024, 64)
                         dot_signed_unsigned(2, 5, 6)
                         dot_signed_signed(3, 5, 7)
-                    store_tile(2, sums + 2048, 64)
-                    store_tile(3, sums + 3072, 64)
-                else:
-                    for k in range(4):
-                        load_tile(4, at + k * 64, stride)
-                        load_tile(6, low + k * 1024, 64)
-                        dot_signed_unsigned(0, 4, 6)
-                        load_tile(7, high + k * 1024, 64)
-                        dot_signed_signed(1, 4, 7)
-                store_tile(0, sums, 64)
-                store_tile(1, sums + 1024, 64)
-                floats(w, at, stride, sums, scratch + FLOATS + t * 64, numba.int64(b == 0))
-                if two:
-                    floats(w, at + 16 * stride, stride, sums + 2048, scratch + FLOATS + (t + 16) * 64, numba.int64(b == 0))
-                    t += 16
-                t += 16
+                    if t > 0:
+                        meta = x + ((before >> 4) + (k >> 1)) * step16 + 4096 + (k & 1) * 512
+                        floats(w, meta, other + (k >> 1) * 2048 + (k & 1) * 512, scratch + FLOATS + before * 64 + k * 512, first)
+                store_tile(0, products, 64)
+                store_tile(1, products + 1024, 64)
+                store_tile(2, products + 2048, 64)
+                store_tile(3, products + 3072, 64)
+                before = t
+                products, other = other, products
+            for k in range(min(tokens - before, 32) >> 3):
+                meta = x + ((before >> 4) + (k >> 1)) * step16 + 4096 + (k & 1) * 512
+                floats(w, meta, other + (k >> 1) * 2048 + (k & 1) * 512, scratch + FLOATS + before * 64 + k * 512, first)
             w += step
-            x += SUPER
+            x += TILE_SUPER
         release()
 
     return group
@@ -309,71 +309,73 @@ def _group_32(isa: Isa, type_name: str) -> Any:
     configure = _configure(32)
 
     @numba.njit
-    def floats(u: int, count: int, meta: int, stride: int, products: int, sums: int, first: int) -> None:
-        """Adds the products of up to four blocks to the float sums of 16 tokens."""
-        for half in range(2):
-            acc = zeros_f32(8)
-            if first == 0:
-                acc = tile_load(acc, sums + half * 512, 64)
-            tokens = meta + half * 8 * stride
-            for b in range(count):
-                dots = tile_load(zeros_i32(8), products + b * 1024 + half * 512, 64)
-                scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, tokens + b * META, stride))
-                acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u + b * scales)))
-                if with_min:
-                    acc = tile_fma(acc, tile_splat_f32(acc, tokens + b * META + 4, stride), f16_to_f32(load_f16x16(u + b * scales + 32)))
-            tile_store_all(acc, sums + half * 512, 64)
+    def floats(u: int, count: int, meta: int, products: int, sums: int, first: int) -> None:
+        """Adds the products of up to four blocks to the float sums of eight tokens."""
+        acc = zeros_f32(8)
+        if first == 0:
+            acc = tile_load(acc, sums, 64)
+        for b in range(count):
+            dots = tile_load(zeros_i32(8), products + b * 1024, 64)
+            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta + b * 128, 4))
+            acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u + b * scales)))
+            if with_min:
+                acc = tile_fma(acc, tile_splat_f32(acc, meta + b * 128 + 64, 4), f16_to_f32(load_f16x16(u + b * scales + 32)))
+        tile_store_all(acc, sums, 64)
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int) -> None:
-        """Float sums of `tokens` (a multiple of 16) tokens into scratch."""
+    def group(w: int, n: int, x: int, tokens: int, scratch: int) -> None:
+        """Float sums of `tokens` (a multiple of 16) tokens into scratch; float work between tile products as for kind '256'.
+
+        Four blocks at a time; of the last ones, those that are not there are multiplied as well (by what lies in memory) and never read.
+        """
         configure(scratch + CONFIG)
         parts = scratch + PARTS
-        products = scratch + SUMS
         u = w + n * quants
-        meta = x + ((n * 32 + 63) & -64)
-        b = 0
-        while b < n:
+        step16 = ((n + 3) >> 2) * TILE_QUAD
+        for b in range(0, n, 4):
             count = min(n - b, 4)
             for i in range(count):
                 expand(w + i * quants, parts + i * 512)
+            first = numba.int64(b == 0)
+            products = scratch + SUMS
+            other = products + 4096
+            before = 0
             for t in range(0, tokens, 16):
-                at = x + t * stride
+                at = x + (t >> 4) * step16
+                meta = x + (before >> 4) * step16 + 2048
+                done = scratch + FLOATS + before * 64
                 tile_zero(0)
-                load_tile(4, at, stride)
+                load_tile(4, at, 32)
                 load_tile(6, parts, 64)
                 dot_signed_signed(0, 4, 6)
-                if count == 4:
-                    tile_zero(1)
-                    load_tile(5, at + 32, stride)
-                    load_tile(7, parts + 512, 64)
-                    dot_signed_signed(1, 5, 7)
-                    tile_zero(2)
-                    load_tile(4, at + 64, stride)
-                    load_tile(6, parts + 1024, 64)
-                    dot_signed_signed(2, 4, 6)
-                    tile_zero(3)
-                    load_tile(5, at + 96, stride)
-                    load_tile(7, parts + 1536, 64)
-                    dot_signed_signed(3, 5, 7)
-                    store_tile(0, products, 64)
-                    store_tile(1, products + 1024, 64)
-                    store_tile(2, products + 2048, 64)
-                    store_tile(3, products + 3072, 64)
-                else:
-                    store_tile(0, products, 64)
-                    for i in range(1, count):
-                        tile_zero(0)
-                        load_tile(4, at + 32 * i, stride)
-                        load_tile(6, parts + 512 * i, 64)
-                        dot_signed_signed(0, 4, 6)
-                        store_tile(0, products + 1024 * i, 64)
-                floats(u, count, meta + t * stride, stride, products, scratch + FLOATS + t * 64, numba.int64(b == 0))
+                tile_zero(1)
+                load_tile(5, at + 512, 32)
+                load_tile(7, parts + 512, 64)
+                dot_signed_signed(1, 5, 7)
+                if t > 0:
+                    floats(u, count, meta, other, done, first)
+                tile_zero(2)
+                load_tile(4, at + 1024, 32)
+                load_tile(6, parts + 1024, 64)
+                dot_signed_signed(2, 4, 6)
+                tile_zero(3)
+                load_tile(5, at + 1536, 32)
+                load_tile(7, parts + 1536, 64)
+                dot_signed_signed(3, 5, 7)
+                if t > 0:
+                    floats(u, count, meta + 32, other + 512, done + 512, first)
+                store_tile(0, products, 64)
+                store_tile(1, products + 1024, 64)
+                store_tile(2, products + 2048, 64)
+                store_tile(3, products + 3072, 64)
+                before = t
+                products, other = other, products
+            meta = x + (before >> 4) * step16 + 2048
+            floats(u, count, meta, other, scratch + FLOATS + before * 64, first)
+            floats(u, count, meta + 32, other + 512, scratch + FLOATS + before * 64 + 512, first)
             w += count * quants
             u += count * scales
-            x += count * 32
-            meta += count * META
-            b += count
+            x += TILE_QUAD
         release()
 
     return group
@@ -383,15 +385,26 @@ SUPPORTED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 def make_group(isa: Isa, type_name: str) -> Any:
-    """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, scratch, out, bytes between tokens of out, bias, add)
+    """The compiled function (packed group, blocks, tiles of activations, tokens, scratch, out, bytes between tokens of out, bias, add)
     that writes the results of a multiple of 16 tokens.
     """
     sums = _group_32(isa, type_name) if PACKINGS[BY_NAME[type_name].id].kind == "32" else _group_256(isa, type_name)
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, scratch: int, out: int, out_stride: int, bias: Any, add: int) -> None:
-        sums(w, n, x, stride, tokens, scratch)
+    def group(w: int, n: int, x: int, tokens: int, scratch: int, out: int, out_stride: int, bias: Any, add: int) -> None:
+        sums(w, n, x, tokens, scratch)
         for t in range(0, tokens, 8):
             tile_store(tile_load(zeros_f32(8), scratch + FLOATS + t * 64, 64), out + t * out_stride, out_stride, 8, bias, add)
 
     return group
+
+
+def tile_step(type_name: str) -> Any:
+    """A compiled function: blocks in a row -> bytes of the activation tiles of 16 tokens."""
+    quads = PACKINGS[BY_NAME[type_name].id].kind == "32"
+
+    @numba.njit
+    def step(n: int) -> int:
+        return ((n + 3) >> 2) * TILE_QUAD if quads else n * TILE_SUPER
+
+    return step

@@ -71,12 +71,12 @@ def norm(isa: Isa) -> Any:
     """Kernel: a row's norm, quantized for its readers.
 
     args: 0 x, 1 its row stride, 2 n, 3 weight (0: all ones), 4 eps (float bits), 5 norm (0 none, 1 RMS, 2 layer), 6 bias, 7 scratch float32 rows,
-    8 their stride, 9.. readers (see give), 15 offset in the head of the row numbers (0: row t is row t).
+    8 their stride, 9.. readers (see give), 17 offset in the head of the row numbers (0: row t is row t).
     RMS norm: x * weight / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:
-        chosen = load_i64(args + 120)
+        chosen = load_i64(args + 136)
         at = t
         if chosen:
             at = numba.int64(load_i32(load_i64(head + chosen) + 4 * t))
@@ -97,7 +97,7 @@ def norm(isa: Isa) -> Any:
                 store(row + i * 64, v)
         else:
             row = source
-        give(row, n, args + 72, t)
+        give(row, n, args + 72, t, load_i64(head + (H.OUTPUTS if chosen else H.TOKENS)))
 
     return kernel
 
@@ -135,7 +135,7 @@ def gated(isa: Isa, activation: str) -> Any:
         n = load_i64(args + 24)
         for i in range((n + 15) >> 4):
             store(gate + i * 64, act(load_f32x16(gate + i * 64)) * load_f32x16(up + i * 64))
-        give(gate, n, args + 32, t)
+        give(gate, n, args + 32, t, load_i64(head + H.TOKENS))
 
     return kernel
 

@@ -170,7 +170,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
     library = KernelLibrary(chosen, cache, n_workers=default_threads())
     weights = Weights(gguf, options.pack)
-    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type)
+    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type, chosen.amx)
     ropes = family.record(params, recorder, weights)
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)

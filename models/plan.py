@@ -20,8 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import amx, attention, head
-from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
+from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.weights import Vector, Weight, Weights
@@ -30,6 +31,8 @@ Rule = Literal["one", "tokens", "outputs", "tiles"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tiles")
 """What an instruction's chunk count is a multiple of."""
 
+READER_WORDS = 8
+"""Arguments by which an instruction that finishes a row says who reads it (activations.give)."""
 ARGS = 24
 """int64 arguments an instruction may have."""
 SPARE_ROWS = 8
@@ -85,14 +88,14 @@ class Row:
 
 @dataclass
 class Activation:
-    """A row that matmuls will read. `forms` fills as they are recorded: kind -> (address, stride)."""
+    """A row that matmuls will read. `forms` fills as they are recorded: kind -> (address, stride, address of tiles)."""
 
     width: int
     producer: Instruction
     readers_at: int
     """Where the producer's arguments name the forms it has to write."""
     buffer: str
-    forms: dict[str, tuple[int, int]] = field(default_factory=dict)
+    forms: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,8 +119,10 @@ class Program:
 class Recorder:
     """Appends instructions; see the module's docstring. Shapes: T tokens of the batch, O rows whose logits are wanted."""
 
-    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str) -> None:
+    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False) -> None:
         self.weights = weights
+        self.amx = amx
+        """Whether activations are also laid out for matrix instructions."""
         self.max_batch = max_batch
         self.n_threads = n_threads
         self.kv_type = kv_type
@@ -127,6 +132,7 @@ class Recorder:
         self._instructions: list[Instruction] = []
         self._buffers: dict[str, tuple[int, int]] = {}
         self._scratch: dict[str, int] = {}
+        self._tile_buffers: dict[str, int] = {}
         self._logits = -1
 
     # ---- memory ----
@@ -171,7 +177,7 @@ class Recorder:
         return x
 
     def _activation(self, width: int, producer: Instruction, readers_at: int, buffer: str) -> Activation:
-        producer.args.extend([0] * (readers_at + 6 - len(producer.args)))
+        producer.args.extend([0] * (readers_at + READER_WORDS - len(producer.args)))
         return Activation(width, producer, readers_at, buffer)
 
     def norm(
@@ -204,15 +210,26 @@ class Recorder:
         instruction = self._append("elementwise", "gated", [activation], [gate.address, up.address, gate.stride, gate.width], name)
         return self._activation(gate.width, instruction, 4, "gated")
 
-    def _form(self, x: Activation, kind: str) -> tuple[int, int]:
+    def _form(self, x: Activation, kind: str) -> tuple[int, int, int]:
         """Where a matmul of that kind reads the activation; the first to ask makes the producer write it."""
         if kind not in x.forms:
             n = x.width
             stride = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * META, "f": room(n) * 4}[kind]
-            x.forms[kind] = self._buffer(f"{x.buffer}.{n}.{kind}", -(-stride // 64) * 64)
-            at = x.readers_at + 2 * ("256", "32", "f").index(kind)
-            x.producer.args[at : at + 2] = x.forms[kind]
+            name = f"{x.buffer}.{n}.{kind}"
+            address, stride = self._buffer(name, -(-stride // 64) * 64)
+            tiles = self._tiles(name, tile_bytes(kind, n, self.max_batch)) if self.amx else 0
+            x.forms[kind] = address, stride, tiles
+            at = ("256", "32", "f").index(kind)
+            x.producer.args[x.readers_at + 2 * at : x.readers_at + 2 * at + 2] = [address, stride]
+            if tiles:
+                x.producer.args[x.readers_at + 6 + at] = tiles
         return x.forms[kind]
+
+    def _tiles(self, name: str, nbytes: int) -> int:
+        """Address of the tiles that go with a buffer."""
+        if name not in self._tile_buffers:
+            self._tile_buffers[name] = self.memory.allocate(nbytes) if nbytes else 0
+        return self._tile_buffers[name]
 
     def matmul(
         self, weight: Weight, x: Activation, name: str, *, bias: Vector | None = None, add_to: Row | None = None, beside: bool = False
@@ -232,15 +249,15 @@ class Recorder:
     ) -> None:
         if weight.columns != x.width:
             raise ValueError(f"{weight.name} takes {weight.columns} values, {name} gives {x.width}")
-        address, stride = self._form(x, weight.kind)
+        address, stride, tiles = self._form(x, weight.kind)
         groups = -(-weight.rows // 16)
         per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
-        unpacked_at = -(-amx.scratch_bytes(self.max_batch) // 64) * 64
+        unpacked_at = -(-matrix_scratch_bytes(self.max_batch) // 64) * 64 if self.amx else 0
         scratch, scratch_bytes = self._per_thread("matmul", unpacked_at + (0 if weight.packed else weight.group_bytes))
         args = [
             weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address, out.stride,
             per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
-            0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at,
+            0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at, tiles,
         ]
         self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
 
