@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import amx, head, isa
-from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
 from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_cpu.pack import PACKINGS
@@ -58,11 +58,16 @@ class Quantized:
         size = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * META, "f": width * 4}[kind]
         self.stride = -(-size // 64) * 64
         self.memory = aligned((tokens + SPARE) * self.stride)
-        readers = [0] * 6
-        at = 2 * ("256", "32", "f").index(kind)
-        readers[at : at + 2] = [self.memory.ctypes.data, self.stride]
+        self.tiles = aligned(tile_bytes(kind, n, tokens + SPARE) + 64)
+        readers = [0] * 8
+        at = ("256", "32", "f").index(kind)
+        readers[2 * at : 2 * at + 2] = [self.memory.ctypes.data, self.stride]
+        if kind != "f":
+            readers[6 + at] = self.tiles.ctypes.data
+        header = np.zeros(head.SIZE // 8, np.int64)
+        header[head.TOKENS // 8] = tokens
         args = [rows.ctypes.data, width * 4, n, 0, 0, 0, 0, 0, 0, *readers, 0]
-        call(name, KernelSpec("elementwise", "norm"), args, tokens)
+        call(name, KernelSpec("elementwise", "norm"), args, tokens, header)
 
     def row(self, t: int) -> NDArray[np.uint8]:
         return self.memory[t * self.stride : (t + 1) * self.stride]
@@ -102,7 +107,7 @@ def matmul(
     args = [
         weights.ctypes.data, group_bytes, n // packing.block, n_rows, x.memory.ctypes.data, x.stride, out.ctypes.data, groups * 64, 2,
         extra.ctypes.data if bias is not None else 0, int(add_to is not None), head.TOKENS, 0 if packed else rows.shape[1],
-        scratch.ctypes.data, unpacked_at + group_bytes, unpacked_at,
+        scratch.ctypes.data, unpacked_at + group_bytes, unpacked_at, x.tiles.ctypes.data,
     ]
     call(name, KernelSpec("matmul", "matmul", (FORMATS[type_id].name,)), args, -(-groups // 2), header, thread=1)
     assert (out[tokens:] == GUARD).all(), "a row behind the last token was written"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import isa, reference
+from localrun.kernels_cpu.activations import MANY as MATRIX
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS
-from localrun.kernels_cpu.matmul import AMX_FROM
 from localrun.kernels_cpu.pack import PACKINGS
 from tests.kernels_cpu import running
 from tests.kernels_cpu.data import random_rows
@@ -21,20 +22,43 @@ ISAS = isa.available()
 BEST = ISAS[0]
 ROWS = 37
 """Two whole groups of 16 and one of 5."""
-MANY = AMX_FROM + 13
+MANY = MATRIX + 13
 COUNTS = [*range(1, 18), MANY]
 """Token counts that go through every tile, and, where there are matrix tiles, through those and a rest."""
 
 Floats = NDArray[np.float32]
 
 
+EVERY_SHAPE = [
+    "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K",
+    "Q2_K", "TQ2_0", "IQ4_XS", "IQ2_S", "IQ3_S", "IQ4_NL", "MXFP4", "NVFP4",
+]  # fmt: skip
+"""Types that between them use every tile; the others differ in tables, offsets and packing, which no instruction set changes."""
+
+
+def combinations() -> list[tuple[str, str]]:
+    """(instruction set, type): every type on the best set, every tile on the others, or, with TESTS_ALL_KERNELS set, every type on all.
+
+    A kernel takes one to three seconds to compile.
+    """
+    others = TYPES if os.environ.get("TESTS_ALL_KERNELS") else EVERY_SHAPE
+    return [(name, t) for name in ISAS for t in (TYPES if name == BEST else others)]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """All kernels of the best instruction set at once: several are compiled at a time."""
-    running.library(BEST).load(
-        [KernelSpec(m, k, (name,)) for name in TYPES for m, k in (("matmul", "matmul"), ("pack", "pack"), ("elementwise", "embed"))]
-        + [KernelSpec("elementwise", "norm")]
-    )
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """Everything that the selected tests of this file run, compiled several at a time."""
+    wanted: dict[str, list[KernelSpec]] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        parameters = callspec.params if callspec and item.path == request.path else {}
+        specs = wanted.setdefault(parameters.get("isa_name", BEST), [])
+        if "name" in parameters and "embedding" in item.name:
+            specs.append(KernelSpec("elementwise", "embed", (parameters["name"],)))
+        elif "name" in parameters:
+            specs += [KernelSpec("matmul", "matmul", (parameters["name"],)), KernelSpec("pack", "pack", (parameters["name"],))]
+    for isa_name, specs in wanted.items():
+        running.library(isa_name).load([*specs, KernelSpec("elementwise", "norm")])
 
 
 def bits(values: Floats) -> NDArray[np.uint32]:
@@ -65,8 +89,7 @@ def activations(isa_name: str, name: str) -> running.Quantized:
     return running.Quantized(isa_name, case(name)[1], PACKINGS[BY_NAME[name].id].kind)
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("isa_name", ISAS)
+@pytest.mark.parametrize(("isa_name", "name"), combinations())
 def test_matmul_keeps_the_contract(isa_name: str, name: str) -> None:
     """Any number of tokens, packed and from the file's bytes, gives the bits of the contract."""
     rows, _, expected = case(name)
@@ -97,8 +120,10 @@ def test_bias_and_addition(name: str, rows_wanted: int) -> None:
                 np.testing.assert_array_equal(bits(out), bits(expected + before if add else expected))
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("isa_name", dict.fromkeys((BEST, "generic")))
+EMBEDDING = [(BEST, name) for name in TYPES] + [("generic", name) for name in ("F16", "Q4_1", "IQ4_XS", "NVFP4") if BEST != "generic"]
+
+
+@pytest.mark.parametrize(("isa_name", "name"), EMBEDDING)
 def test_embedding_rows_are_exact(isa_name: str, name: str) -> None:
     rows, _, _ = case(name)
     n = columns(name)
@@ -107,6 +132,20 @@ def test_embedding_rows_are_exact(isa_name: str, name: str) -> None:
     np.testing.assert_array_equal(bits(running.embedding_rows(isa_name, BY_NAME[name].id, rows, n, tokens)), bits(expected))
     scaled = running.embedding_rows(isa_name, BY_NAME[name].id, rows, n, tokens, scale=22.6)
     np.testing.assert_array_equal(bits(scaled), bits(expected * np.float32(22.6)))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "IQ4_XS"])
+def test_long_rows_and_many_tokens(name: str) -> None:
+    """So many activations that they do not fit into a cache and are worked on in parts."""
+    rng = np.random.default_rng(11)
+    n, tokens = 16384, 77
+    rows = random_rows(rng, BY_NAME[name].id, 17, n)
+    x = rng.normal(0, 1, (tokens, n)).astype(np.float32)
+    expected = reference.matmul(BY_NAME[name].id, rows, x) + np.float32(0)
+    form = running.Quantized(BEST, x, PACKINGS[BY_NAME[name].id].kind)
+    for packed in (True, False):
+        out = running.matmul(BEST, BY_NAME[name].id, rows, form, tokens, n, packed=packed)
+        np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"packed: {packed}")
 
 
 def test_every_weight_type_has_kernels() -> None:
