@@ -39,7 +39,7 @@ def options_of(body: MessagesBody) -> dict[str, Any]:
     """The body's sampling fields as Ollama options. Raises BadRequest."""
     names = ("temperature", "top_p", "top_k", "seed", "num_ctx")
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    return checked_options(given | ({"stop": body.stop_sequences} if body.stop_sequences else {}))
+    return checked_options({**body.options, **given, **({"stop": body.stop_sequences} if body.stop_sequences else {})})
 
 
 def count_request(body: CountTokensBody, model: ModelDefaults, request_id: str) -> Generate:
@@ -55,6 +55,7 @@ def messages_request(body: MessagesBody, model: ModelDefaults, request_id: str) 
         sampling=sampling(options),
         stop=options["stop"],
         max_tokens=body.max_tokens,
+        draft_num_predict=options.get("draft_num_predict", -1),
         num_ctx=options["num_ctx"],
         overflow=body.overflow,
         **_prompt(body, model),

@@ -128,6 +128,7 @@ class MessagesBody(CountTokensBody):
     top_k: int | None = honoured(None, "Only the k likeliest tokens are candidates.", ge=0)
     seed: int | None = honoured(None, "localrun's own: makes the answer repeatable.")
     num_ctx: int | None = honoured(None, "localrun's own: most tokens, prompt and answer together.")
+    options: dict[str, Any] = honoured({}, "localrun's own: options as on /api; the fields of this body win.")
     overflow: Overflow = honoured("error", "localrun's own: what happens to a prompt that does not fit.")
     metadata: dict[str, Any] = accepted({}, "Without effect: names your user to a provider.")
     service_tier: str = accepted("auto", "Without effect: there is one tier.")

@@ -130,6 +130,7 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "stop": options["stop"],
         "max_tokens": max(options.get("num_predict", -1), -1),
         "num_ctx": options["num_ctx"],
+        "draft_num_predict": options.get("draft_num_predict", -1),
         "overflow": overflow_of(body),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "priority": body.priority,
@@ -262,7 +263,7 @@ class OllamaReply:
         return result
 
     def _final(self, outcome: Outcome) -> dict[str, Any]:
-        finished, started = outcome.finished, outcome.started
+        finished = outcome.finished
         result: dict[str, Any] = {"done": True, "done_reason": finished.reason}
         if self.with_context:
             result["context"] = finished.context
@@ -278,14 +279,20 @@ class OllamaReply:
             "first_token_duration": _ns(finished.first_token_s),
             "seed": finished.seed,
         }
-        return {**result, **dropped(started)}
+        if finished.drafted_tokens:
+            result |= {"drafted_tokens": finished.drafted_tokens, "accepted_tokens": finished.accepted_tokens}
+        return {**result, **dropped(outcome)}
 
 
-def dropped(started: Started) -> Mapping[str, int]:
-    """What was left out of the prompt to make it fit; empty when nothing was."""
-    if not started.dropped_messages and not started.dropped_tokens:
-        return {}
-    return {"messages_dropped": started.dropped_messages, "prompt_tokens_dropped": started.dropped_tokens}
+def dropped(outcome: Outcome) -> Mapping[str, int]:
+    """What was left out to make it fit, of the prompt and, where the window moves, of what followed; empty when nothing was."""
+    started, finished = outcome.started, outcome.finished
+    result: dict[str, int] = {}
+    if started.dropped_messages or started.dropped_tokens:
+        result |= {"messages_dropped": started.dropped_messages, "prompt_tokens_dropped": started.dropped_tokens}
+    if finished.dropped_tokens:
+        result["window_tokens_dropped"] = finished.dropped_tokens
+    return result
 
 
 def _ns(seconds: float) -> int:

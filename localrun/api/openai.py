@@ -36,7 +36,7 @@ def options_of(body: Common) -> dict[str, Any]:
     given = {name: value for name in (*SAMPLING, *EXTRAS) if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-    return checked_options(given)
+    return checked_options({**body.options, **given})
 
 
 def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: str) -> list[Generate]:
@@ -60,7 +60,7 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
         model,
         [{"messages": conversation}],
         request_id,
-        max_tokens=-1 if most is None else most,
+        max_tokens=most_tokens(most, body, model),
         tools=tools or None,
         template=model.template,
         think=think,
@@ -79,8 +79,16 @@ def completion_requests(body: CompletionBody, model: ModelDefaults, request_id: 
         raise Unsupported('"echo" is not supported', param="echo")
     prompts = [{"prompt_tokens": p} if isinstance(p, list) else {"prompt": p} for p in prompts_of(body)]
     return _numbered(
-        body, model, prompts, request_id, max_tokens=-1 if body.max_tokens is None else body.max_tokens, raw=True, logprobs=body.logprobs
+        body, model, prompts, request_id, max_tokens=most_tokens(body.max_tokens, body, model), raw=True, logprobs=body.logprobs
     )
+
+
+def most_tokens(asked: int | None, body: Common, model: ModelDefaults) -> int:
+    """The limit of an answer: the body's field, or num_predict of its options, or the model's; below 0: none."""
+    if asked is not None:
+        return asked
+    limit: int = merged(checked_options(body.options), model).get("num_predict", -1)
+    return max(limit, -1)
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
@@ -199,6 +207,7 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
             result.append(
                 Generate(
                     request_id=f"{request_id}-{len(result)}",
+                    draft_num_predict=options.get("draft_num_predict", -1),
                     sampling=sampling(drawn, bias),
                     stop=options["stop"],
                     num_ctx=options["num_ctx"],
@@ -243,7 +252,7 @@ def usage_of(outcomes: Sequence[Outcome], n: int = 1) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     for outcome in outcomes[::n]:
-        for name, count in dropped(outcome.started).items():
+        for name, count in dropped(outcome).items():
             result[name] = result.get(name, 0) + count
     return result
 

@@ -110,8 +110,9 @@ class Common(Body):
     num_ctx: int | None = honoured(None, "Extra: most tokens, prompt and answer together.")
     num_thread: int | None = honoured(None, "Extra: threads of the model.")
     keep_alive: KeepAlive | None = honoured(None, "Extra: how long the model stays loaded after the request.")
+    options: dict[str, Any] = honoured({}, "Extra: options as on /api; the fields of this body win.")
     overflow: Overflow = honoured("error", "Extra: what happens to a prompt that does not fit: error, truncate_oldest or shift.")
-    priority: int = honoured(0, "Extra: higher goes first when requests wait.")
+    priority: int = honoured(0, "Extra: lower goes first; each level counts as much as 30 seconds of waiting.")
 
 
 class ChatCompletionBody(Common):

@@ -53,6 +53,24 @@ OPTIONS: dict[str, Option] = {
     "presence_penalty": Option("float", "honoured", "Subtracted once from the score of tokens seen lately."),
     "frequency_penalty": Option("float", "honoured", "Subtracted from the score of tokens seen lately, once for each time."),
     "stop": Option("array", "honoured", "Strings that end the answer and are not part of it; they add to the model's own."),
+    "top_n_sigma": Option("float", "honoured", "Only tokens within so many standard deviations of the best score are candidates; 0: off."),
+    "xtc_probability": Option("float", "honoured", "How often all but the last of the likely tokens are left out; 0: off.", low=0, high=1),
+    "xtc_threshold": Option("float", "honoured", "From which probability on a token is one of those.", low=0, high=1),
+    "dry_multiplier": Option("float", "honoured", "How strongly a token is held down that would lengthen a repetition; 0: off.", low=0),
+    "dry_base": Option("float", "honoured", "By what the penalty grows with each token of the repetition.", low=0),
+    "dry_allowed_length": Option("integer", "honoured", "Repetitions up to this length are free.", low=0),
+    "dry_penalty_last_n": Option("integer", "honoured", "How many of the latest tokens are looked at; 0: none, -1: all.", low=-1),
+    "dry_sequence_breakers": Option("array", "honoured", "Texts over which no repetition reaches."),
+    "mirostat": Option(
+        "integer", "honoured", "Mirostat, version 1 or 2, in place of the other choices of candidates; 0: off.", low=0, high=2
+    ),
+    "mirostat_tau": Option("float", "honoured", "The surprise that Mirostat aims at.", low=0),
+    "mirostat_eta": Option("float", "honoured", "How fast Mirostat learns.", low=0),
+    "ignore_eos": Option("boolean", "honoured", "The end of the turn is never chosen: the answer ends at a limit or a stop string."),
+    "banned_strings": Option("array", "honoured", "Texts that do not come in the answer."),
+    "draft_num_predict": Option(
+        "integer", "honoured", "Most tokens guessed ahead; below 0: as many as pay. Never changes an answer.", low=-1
+    ),
     "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, and system messages stay."),
     "num_batch": Option("integer", "accepted", "Without effect: the engine sizes its passes, and no result depends on it."),
     "num_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
@@ -62,10 +80,6 @@ OPTIONS: dict[str, Option] = {
     "use_mmap": Option("boolean", "accepted", "Without effect: files are always mapped; the numbers do not depend on it."),
     "use_mlock": Option("boolean", "accepted", "Without effect on answers: pages are left to the system."),
     "logits_all": Option("boolean", "accepted", "Without effect: asks for logits that no reply carries."),
-    "draft_num_predict": Option("integer", "accepted", "Without effect: a draft changes the speed of an answer, never its text."),
-    "mirostat_eta": Option("float", "accepted", "Without effect: acts only with mirostat, which is refused."),
-    "mirostat_tau": Option("float", "accepted", "Without effect: acts only with mirostat, which is refused."),
-    "mirostat": Option("integer", "refused", "Mirostat sampling.", harmless=(0,)),
     "tfs_z": Option("float", "refused", "Tail-free sampling.", harmless=(1.0,)),
     "penalize_newline": Option("boolean", "refused", "Keeping line breaks out of the penalties.", harmless=(True,)),
     "f16_kv": Option("boolean", "refused", "K/V precision by request; LOCALRUN_KV_CACHE_TYPE sets it.", harmless=(True,)),
@@ -141,6 +155,8 @@ def sampling(options: Mapping[str, Any], logit_bias: Mapping[int, float] | None 
     names = set(Sampling.__struct_fields__) & set(options)
     values = {name: options[name] for name in names if name != "seed"}
     seed = options.get("seed")
+    if "dry_sequence_breakers" in values:
+        values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
     return Sampling(seed=seed if seed is not None and seed >= 0 else None, logit_bias=dict(logit_bias or {}), **values)
 
 

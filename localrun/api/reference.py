@@ -34,6 +34,7 @@ Nothing depends on the request's content type.
 - Nothing is dropped silently. A prompt that does not fit loses its oldest messages on `/api`, which the reply's `messages_dropped` and
   `prompt_tokens_dropped` and the headers `x-localrun-messages-dropped` and `x-localrun-prompt-tokens-dropped` say; it is an error on `/v1`,
   and wherever `"overflow": "error"` or `"truncate": false` asks for one.
+- With `"overflow": "shift"` a full window loses its middle and the answer goes on; `window_tokens_dropped` says how much was lost.
 - `keep_alive` takes numbers in quotes.
 - Final objects carry `seed`, `cached_prompt_eval_count`, `queue_duration` and `first_token_duration` too; on `/v1`, `usage` has
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.

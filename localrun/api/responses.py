@@ -31,7 +31,7 @@ SAMPLING = ("temperature", "top_p", "seed", "top_k", "min_p", "num_ctx")
 
 def options_of(body: ResponsesBody) -> dict[str, Any]:
     """The body's sampling fields as Ollama options. Raises BadRequest."""
-    return checked_options({name: value for name in SAMPLING if (value := getattr(body, name)) is not None})
+    return checked_options({**body.options, **{name: value for name in SAMPLING if (value := getattr(body, name)) is not None}})
 
 
 def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str) -> Generate:
@@ -57,7 +57,8 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
         template=model.template,
         sampling=sampling(options),
         stop=options["stop"],
-        max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
+        max_tokens=max(options.get("num_predict", -1), -1) if body.max_output_tokens is None else body.max_output_tokens,
+        draft_num_predict=options.get("draft_num_predict", -1),
         num_ctx=options["num_ctx"],
         overflow=_overflow(body),
         logprobs=(body.top_logprobs or 0) if LOGPROBS in body.include or body.top_logprobs else None,
@@ -278,7 +279,7 @@ class ResponseReply:
             "output_tokens": finished.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": finished.prompt_tokens + finished.completion_tokens,
-            **dropped(outcome.started),
+            **dropped(outcome),
         }
         cut = finished.reason == "length"
         response = self._response("incomplete" if cut else "completed", self.items, usage)

@@ -120,6 +120,7 @@ class ResponsesBody(Body):
     min_p: float | None = honoured(None, "Extra: tokens less likely than this share of the likeliest one are out.")
     num_ctx: int | None = honoured(None, "Extra: most tokens, prompt and answer together.")
     keep_alive: KeepAlive | None = honoured(None, "Extra: how long the model stays loaded after the request.")
+    options: dict[str, Any] = honoured({}, "Extra: options as on /api; the fields of this body win.")
     overflow: Overflow | None = honoured(None, "Extra: what happens to a prompt that does not fit; wins over truncation.")
     stream_options: ResponseStreamOptions | None = accepted(None, "Without effect: nothing is obfuscated.")
     service_tier: str = accepted("auto", "Without effect: there is one tier.")

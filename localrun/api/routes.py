@@ -58,4 +58,5 @@ ROUTES: list[Route] = [
     *_route("POST", "/v1/messages", "v1_messages", "anthropic", anthropic_schema.MessagesBody, "Answers a conversation, Anthropic's way."),
     *_route("POST", "/v1/messages/count_tokens", "count_tokens", "anthropic", anthropic_schema.CountTokensBody, "Tokens of a prompt."),
     *_route("GET HEAD", "/health", "health", "ollama", None, "Whether the server works."),
+    *_route("GET", "/metrics", "metrics", "ollama", None, "Figures for Prometheus."),
 ]

@@ -54,7 +54,7 @@ class Inference(Body):
     top_logprobs: int | None = honoured(None, "How many of the likeliest tokens to report beside each; 0 to 20.")
     debug_render_only: bool = honoured(False, "Answer with the rendered prompt and generate nothing.", alias="_debug_render_only")
     overflow: Overflow | None = honoured(None, "localrun's own: what happens to a prompt that does not fit; wins over truncate and shift.")
-    priority: int = honoured(0, "localrun's own: higher goes first when requests wait.")
+    priority: int = honoured(0, "localrun's own: lower goes first; each level counts as much as 30 seconds of waiting.")
     load_progress: bool = honoured(False, "localrun's own: while the model loads, a stream has lines with `status`, `total`...")
 
 

@@ -120,6 +120,10 @@ class Exchange(Response):
         """The whole reply, as plain text."""
         await self._whole(status, "text/plain; charset=utf-8", value.encode())
 
+    async def data(self, value: bytes, media: str) -> None:
+        """The whole reply, of some other kind."""
+        await self._whole(200, media, value)
+
     async def nothing(self, status: int = 200) -> None:
         """A reply without a body."""
         await self._whole(status, None, b"")
@@ -224,6 +228,7 @@ class Exchange(Response):
     async def _fail(self, error: LocalrunError) -> None:
         """Says the error: as the reply, or as the end of one that has begun."""
         self.noted["error"] = error.code
+        self.services.metrics.failed(error.code)
         if error.status >= 500:
             log.warning("%s %s: %s", self.route.method, self.route.path, error)
         try:
@@ -247,4 +252,12 @@ class Exchange(Response):
             "seconds": round(time.monotonic() - self.began, 4),
             **self.noted,
         }
-        requests_log.info("%s", " ".join(f"{key}={value}" for key, value in line.items()))
+        # Reading is what monitors and terminals do all the time; the log is for work.
+        level = logging.DEBUG if self.route.method in ("GET", "HEAD") and self._status < 400 else logging.INFO
+        requests_log.log(level, "%s", " ".join(f"{key}={_logged(value)}" for key, value in line.items()))
+
+
+def _logged(value: Any) -> str:
+    """A value in a line of key=value: in quotes where it could be taken for something else."""
+    text = str(value)
+    return text if text.isprintable() and text and not set(text) & set(' "=') else encode(text).decode()

@@ -209,6 +209,8 @@ async def _answer(x: Exchange, resident: Resident, requests: list[Generate], rep
     x.stack.callback(events.close)
     x.failing = reply.failing
     gathered = _Gathered(x, len(requests))
+    for watch in gathered.watches:
+        x.stack.callback(watch.close)
     while not gathered.complete:
         lines: list[dict[str, Any]] = []
         # What has come in the meantime goes out together.
@@ -238,6 +240,7 @@ class _Gathered:
         self.started: list[Started | None] = [None] * n
         self.called_tools = [False] * n
         self.outcomes: list[Outcome | None] = [None] * n
+        self.watches = [x.services.metrics.request(x.noted["model"]) for _ in range(n)]
         self.left = n
 
     @property
@@ -255,6 +258,7 @@ class _Gathered:
         total = time.monotonic() - self._x.began
         outcome = Outcome(started, finished, total, self._x.load_s, self.called_tools[number])
         self.outcomes[number] = outcome
+        self.watches[number].finished(finished)
         self.left -= 1
         return outcome
 
@@ -279,6 +283,7 @@ async def _next(gathered: _Gathered, events: Stream, reply: Reply | None) -> lis
     """Takes one event in; what there is to send of it, where a reply is streamed. Raises the error a request ended with."""
     number, event = await events.next()
     if isinstance(event, Piece):
+        gathered.watches[number].piece()
         if event.tool_calls:
             gathered.called_tools[number] = True
         if reply is not None:
@@ -287,6 +292,7 @@ async def _next(gathered: _Gathered, events: Stream, reply: Reply | None) -> lis
     elif isinstance(event, Started):
         first = not any(gathered.started)
         gathered.started[number] = event
+        gathered.watches[number].started(event)
         return reply.opening(event) if reply is not None and first else []
     elif isinstance(event, Finished):
         if event.reason == "cancelled":

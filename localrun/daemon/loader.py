@@ -75,6 +75,8 @@ class Loader:
         self._waiters: set[asyncio.Future[None]] = set()
         self._waiting = 0
         self._closed = False
+        self.on_loaded: Callable[[str, float], None] = lambda name, seconds: None
+        """Hears of every model that was loaded, and how long it took."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def residents(self) -> list[Resident]:
@@ -222,14 +224,10 @@ class Loader:
         else:
             if resident.stopping is not None:
                 return
-            log.info(
-                "%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache",
-                wanted.name,
-                time.monotonic() - began,
-                loaded.isa,
-                loaded.num_thread,
-                loaded.kv_tokens,
-            )
+            took = time.monotonic() - began
+            text = "%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache"
+            log.info(text, wanted.name, took, loaded.isa, loaded.num_thread, loaded.kv_tokens)
+            self.on_loaded(wanted.name, took)
             resident.num_thread = loaded.num_thread
             resident.ready.set_result(loaded)
             self._task(self._mourn(resident))

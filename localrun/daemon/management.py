@@ -17,6 +17,7 @@ from localrun.api import models
 from localrun.api.schema import CopyBody, CreateBody, ModelBody, PullBody, ShowBody
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.guard import own_addresses
+from localrun.daemon.metrics import CONTENT_TYPE as METRICS_TYPE
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
 from localrun.store import CreateSpec, PullProgress, StoredModel, modelfile, spec_from_modelfile
@@ -48,6 +49,11 @@ async def version(x: Exchange, body: None) -> None:
 async def health(x: Exchange, body: None) -> None:
     """GET /health: answered by the event loop that answers everything else, so that it does is the answer."""
     await x.json({"status": "ok"})
+
+
+async def metrics(x: Exchange, body: None) -> None:
+    """GET /metrics."""
+    await x.data(x.services.metrics.text(), METRICS_TYPE)
 
 
 # ---- telling ------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from localrun.api.models import LONGEST_ARRAY, FileFacts, capabilities
 from localrun.api.options import ModelDefaults, model_options
 from localrun.daemon.loader import Loader, Wanted
+from localrun.daemon.metrics import Metrics
 from localrun.errors import ModelFileRejected
 from localrun.messages import Message, ToolCall
 from localrun.models.errors import ModelFileError
@@ -45,6 +46,9 @@ class Services:
         self.store = store
         self.loader = loader
         self.activity = activity
+        self.metrics = Metrics()
+        loader.on_loaded = self.metrics.load_took
+        self.metrics.watch(lambda: sum(one.loaded is not None for one in loader.residents()))
         self.closing = threading.Event()
         self._facts: dict[str, FileFacts] = {}
         self._short = ThreadPoolExecutor(8, thread_name_prefix="files")

@@ -234,7 +234,8 @@ def test_responses_objects_of_a_stream_with_everything() -> None:
     events = reply.opening(outcome().started)
     for piece in (
         Piece(request_id="r", text="", thinking="h"), Piece(request_id="r", text="", thinking="m"),
-        Piece(request_id="r", text="a", logprobs=LOGPROBS), Piece(request_id="r", text="b"), Piece(request_id="r", text="", tool_calls=[CALL]),
+        Piece(request_id="r", text="a", logprobs=LOGPROBS), Piece(request_id="r", text="b"),
+        Piece(request_id="r", text="", tool_calls=[CALL]),
     ):  # fmt: skip
         events += reply.chunks(0, piece)
     end = outcome(called=True)

@@ -20,7 +20,11 @@ from localrun.store.parameters import KINDS
         ({"temperature": 1}, {"temperature": 1.0}),
         ({"seed": None, "top_p": None}, {}),
         ({"num_gpu": 99, "use_mmap": False, "numa": True, "num_batch": 1}, {}),
-        ({"mirostat": 0, "tfs_z": 1, "penalize_newline": True}, {}),
+        ({"tfs_z": 1, "penalize_newline": True}, {}),
+        (
+            {"mirostat": 2, "ignore_eos": True, "dry_sequence_breakers": ["a"]},
+            {"mirostat": 2, "ignore_eos": True, "dry_sequence_breakers": ["a"]},
+        ),
         ({"stop": []}, {"stop": []}),
         ({"num_predict": -2}, {"num_predict": -2}),
         ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
@@ -57,17 +61,17 @@ def test_what_does_not(given: dict[str, Any], text: str) -> None:
 
 
 def test_unknown_names_are_told_what_there_is() -> None:
-    with pytest.raises(BadRequest, match=r'unknown option "top_n"; known are draft_num_predict, .*typical_p'):
+    with pytest.raises(BadRequest, match=r'unknown option "top_n"; known are banned_strings, .*xtc_threshold'):
         checked_options({"top_n": 1})
 
 
 def test_what_others_wrote_into_a_model_stops_nobody() -> None:
-    assert model_options({"temperature": 0.5, "mirostat": 2, "num_gqa": 8, "top_k": "x", "stop": ["a"]}) == {
+    assert model_options({"temperature": 0.5, "tfs_z": 0.5, "num_gqa": 8, "top_k": "x", "stop": ["a"]}) == {
         "temperature": 0.5,
         "stop": ["a"],
     }
     with pytest.raises(Unsupported):
-        checked_options({"mirostat": 2})
+        checked_options({"tfs_z": 0.5})
 
 
 def test_every_parameter_a_modelfile_may_have_is_an_option() -> None:
@@ -86,9 +90,16 @@ def test_precedence() -> None:
 def test_sampling_takes_what_is_its_own() -> None:
     assert sampling({}) == Sampling()
     assert sampling({"seed": -1}).seed is None and sampling({"seed": 0}).seed == 0
+    assert sampling({"dry_sequence_breakers": ["a"]}).dry_sequence_breakers == ("a",)
     assert sampling({"top_k": 3, "num_ctx": 9, "stop": ["a"]}, {5: 1.0}) == Sampling(top_k=3, logit_bias={5: 1.0})
     honoured = {name for name, option in OPTIONS.items() if option.use == "honoured"}
-    assert honoured == (set(Sampling.__struct_fields__) - {"logit_bias"}) | {"num_ctx", "num_predict", "num_thread", "stop"}
+    assert honoured == (set(Sampling.__struct_fields__) - {"logit_bias"}) | {
+        "num_ctx",
+        "num_predict",
+        "num_thread",
+        "stop",
+        "draft_num_predict",
+    }
 
 
 @pytest.mark.parametrize(

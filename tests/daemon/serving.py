@@ -117,6 +117,13 @@ def daemon(folder: Path, load: Any = None, **settings: Any) -> Iterator[Daemon]:
         assert not thread.is_alive(), "the daemon did not end"
 
 
+def load_crashing(load: Any, progress: Any) -> Any:
+    """A model whose process dies in its fourth forward pass: three tokens have come by then, for it never ends its turn."""
+    model = fakes.CrashingModel(after_passes=4)
+    model._eog_bias = -1e6
+    return fakes.parts_of(model)
+
+
 def saying(text: str, **options: Any) -> Any:
     """A loader whose model says this."""
     return functools.partial(fakes.load_scripted, reply=text, **options)

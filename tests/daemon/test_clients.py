@@ -296,12 +296,9 @@ def test_openai_models(v1: openai.OpenAI) -> None:
 
 
 def test_openai_broken_stream_raises(tmp_path: Path) -> None:
-    import functools
-
-    from tests import fakes
 
     with (
-        serving.daemon(tmp_path, functools.partial(fakes.load_crashing, after_passes=4)) as running,
+        serving.daemon(tmp_path, serving.load_crashing) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client,
     ):
         stream = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stream=True)

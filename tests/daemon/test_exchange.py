@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fastapi import Request
 from localrun.api.routes import Route
 from localrun.daemon import exchange
 from localrun.daemon.exchange import Exchange
+from localrun.daemon.metrics import Metrics
 from localrun.errors import BadRequest, LocalrunError
 
 CHAT = Route("POST", "/api/chat", "chat", "ollama", None, "")
@@ -31,6 +33,7 @@ class Wire:
         self.open.set()
         self.gone = asyncio.Event()
         self._asked = False
+        self.services: Any = SimpleNamespace(metrics=Metrics())
 
     async def receive(self) -> dict[str, Any]:
         if not self._asked:
@@ -45,7 +48,7 @@ class Wire:
 
     async def run(self, handler: Handler, route: Route = CHAT) -> None:
         request = Request({"type": "http", "method": route.method, "path": route.path, "headers": [], "query_string": b""})
-        await Exchange(None, route, handler, request)({"type": "http"}, self.receive, self.send)  # type: ignore[arg-type]
+        await Exchange(self.services, route, handler, request)({"type": "http"}, self.receive, self.send)
 
     @property
     def status(self) -> int:

@@ -219,11 +219,16 @@ def test_kill_9_fails_the_waiting_and_the_next_request_has_a_fresh_runner(tmp_pa
     with serving.daemon(tmp_path, saying(LONG, delay=0.01)) as running:
         lines: list[dict[str, Any]] = []
         answers: list[dict[str, Any]] = []
-        streamed = threading.Thread(target=lambda: lines.extend(running.lines("/api/chat", {"model": "tiny", "messages": HI})))
+
+        def read() -> None:
+            with running.http.stream("POST", "/api/chat", json={"model": "tiny", "messages": HI}) as response:
+                lines.extend(json.loads(line) for line in response.iter_lines())
+
+        streamed = threading.Thread(target=read)
         whole = threading.Thread(target=lambda: answers.append(chat(running)))
         for thread in (streamed, whole):
             thread.start()
-        wait_until(lambda: running.loaded() and running.loaded()[0].get("running") == 2)
+        wait_until(lambda: lines and running.loaded()[0].get("running") == 2)
         pid = running.loaded()[0]["pid"]
         os.kill(pid, signal.SIGKILL)
         for thread in (streamed, whole):
@@ -239,7 +244,7 @@ def test_kill_9_fails_the_waiting_and_the_next_request_has_a_fresh_runner(tmp_pa
 
 
 def test_a_crash_in_a_forward_pass_is_the_same(tmp_path: Path) -> None:
-    with serving.daemon(tmp_path, functools.partial(fakes.load_crashing, after_passes=4)) as running:
+    with serving.daemon(tmp_path, serving.load_crashing) as running:
         answer = chat(running)
         assert answer["status"] == 500 and "(exit code 139)" in answer["error"]
         response = running.http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI, "stream": True})

@@ -190,7 +190,7 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
         ({"stop": "x"}, 'option "stop" must be of type array'),
         ({"use_mmap": 1}, 'option "use_mmap" must be of type boolean'),
         ({"top_p": 3}, 'option "top_p" must be from 0 to 1, got 3.0'),
-        ({"mirostat": 2}, 'option "mirostat" is not supported'),
+        ({"tfs_z": 0.5}, 'option "tfs_z" is not supported'),
     ]:
         for path in ("/api/generate", "/api/chat"):
             response = daemon.http.post(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +94,7 @@ def test_responses_refuse_what_they_cannot_do(v1: openai.OpenAI) -> None:
 
 def test_responses_that_break_off_say_so(tmp_path: Path) -> None:
     with (
-        serving.daemon(tmp_path, functools.partial(fakes.load_crashing, after_passes=4)) as running,
+        serving.daemon(tmp_path, serving.load_crashing) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client,
     ):
         last = list(client.responses.create(model="tiny", input="x", stream=True))[-1]
@@ -187,7 +186,7 @@ def test_messages_errors(claude: anthropic.Anthropic, daemon: Daemon) -> None:
 
 def test_messages_that_break_off_end_with_an_error_event(tmp_path: Path) -> None:
     with (
-        serving.daemon(tmp_path, functools.partial(fakes.load_crashing, after_passes=4)) as running,
+        serving.daemon(tmp_path, serving.load_crashing) as running,
         anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0) as client,
         pytest.raises(anthropic.APIStatusError, match="unexpectedly stopped"),
     ):
