@@ -166,7 +166,7 @@ class Settings:
         _folder))
     cache: Path = field(default_factory=_cache_folder, metadata=_about(
         "LOCALRUN_CACHE", "folder",
-        "Compiled kernels, built tokenizers and downloads in progress. Can be deleted while nothing runs.",
+        "Compiled kernels and built tokenizers. Can be deleted while nothing runs.",
         _folder))
     keep_alive: float = field(default=300.0, metadata=_about(
         "LOCALRUN_KEEP_ALIVE OLLAMA_KEEP_ALIVE", "duration",

@@ -198,8 +198,9 @@ _REFUSED = {
 }
 
 
-def spec_from_modelfile(text: str, folder: Path, *, copy: bool = False) -> CreateSpec:
-    """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`.
+def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -> CreateSpec:
+    """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`; None: the
+    Modelfile comes from another machine, whose paths mean nothing here and are refused without a look.
 
     Raises ModelfileError (line and column) for the grammar and for values, Unsupported for instructions that are not implemented.
     """
@@ -244,16 +245,21 @@ def _add_parameter(values: dict[str, Any], one: Instruction) -> None:
         values[one.key] = value
 
 
-def _origin(source: Instruction, folder: Path) -> dict[str, Any]:
+def _origin(source: Instruction, folder: Path | None) -> dict[str, Any]:
     value = source.value
     if re.match(r"@?sha256[:-]", value):
         return {"gguf_digest": value.removeprefix("@")}
-    try:
-        path = folder / Path(value).expanduser()
-        there = path.exists()
-    except (OSError, ValueError, RuntimeError):
-        raise source.error(f"FROM {value[:60]!r} is no path") from None
     looks = re.match(r"[.~]{1,2}[/\\]|[/\\]|[A-Za-z]:[/\\]", value) or value.lower().endswith((".gguf", ".safetensors", ".bin"))
+    if folder is None:
+        if looks:
+            raise source.error("FROM: paths are taken from clients on this machine only; send the file as a blob first")
+        path, there = Path(), False
+    else:
+        try:
+            path = folder / Path(value).expanduser()
+            there = path.exists()
+        except (OSError, ValueError, RuntimeError):
+            raise source.error(f"FROM {value[:60]!r} is no path") from None
     if there or looks:
         if not there:
             raise source.error(f"FROM {value}: there is no file {path}")

@@ -185,6 +185,13 @@ def test_modelfiles_that_cannot_be(tmp_path: Path, text: str, kind: type[Localru
     assert caught.value.status == 400 and "\n" not in str(caught.value)
 
 
+def test_paths_of_another_machine_are_not_looked_at(gguf: Path) -> None:
+    for text in (str(gguf), "~/x", "../x", "C:\\x", "x.gguf", "/etc/passwd"):
+        with pytest.raises(ModelfileError, match="paths are taken from clients on this machine only"):
+            spec_from_modelfile(f"FROM {text}", None)
+    assert spec_from_modelfile("FROM smollm2", None).from_name == "smollm2"
+
+
 def test_last_system_wins_and_stops_add_up(tmp_path: Path) -> None:
     text = "FROM a\nSYSTEM one\nSYSTEM two\nPARAMETER stop x\nPARAMETER stop y\nPARAMETER top_k 1\nPARAMETER top_k 2\nLICENSE l\nLICENSE m"
     spec = spec_from_modelfile(text, tmp_path)
