@@ -138,7 +138,8 @@ def import_bundle(store: Store, stream: BinaryIO, progress: Progress, cancelled:
     """Takes in the models of a bundle, read once from front to back, and returns their names. A model of the same name is replaced.
 
     Blobs that are there already are passed over, so an import that was interrupted goes on from the last whole blob, and the models that
-    came whole stay. Raises BadBundle (no bundle, damaged, ends early), DigestMismatch, BadManifest, DiskFull, StorageFailed, RequestCancelled.
+    came whole stay. Raises BadBundle (no bundle, damaged, ends early), DigestMismatch, BadManifest, DiskFull, StorageFailed,
+    RequestCancelled.
     """
     names: list[str] = []
     try:

@@ -199,8 +199,8 @@ _REFUSED = {
 
 
 def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -> CreateSpec:
-    """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`; None: the
-    Modelfile comes from another machine, whose paths mean nothing here and are refused without a look.
+    """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`; None:
+    the Modelfile comes from another machine, whose paths mean nothing here and are refused without a look.
 
     Raises ModelfileError (line and column) for the grammar and for values, Unsupported for instructions that are not implemented.
     """
