@@ -20,25 +20,17 @@ from numba.core import types
 from numba.core.extending import intrinsic
 
 from localrun.kernels_cpu.activations import TILE_QUAD, TILE_SUPER
+from localrun.kernels_cpu.expand import expand_32, expand_256
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.octets import OCTETS
 from localrun.kernels_cpu.pack import PACKINGS
 from localrun.kernels_cpu.simd import (
-    bytes_of,
     f16_to_f32,
-    i8_to_i16,
     load_f16x16,
-    load_i8x16,
     load_i8x32,
-    load_i16x32,
-    load_u8x64,
-    pairs_of,
-    sar,
-    splat_f32,
     splat_i32,
-    store,
     store_scalar,
-    tile_add,
     tile_fma,
     tile_load,
     tile_mul,
@@ -48,12 +40,10 @@ from localrun.kernels_cpu.simd import (
     tile_store_all,
     tile_to_f32,
     u8_to_i16,
-    u8_to_i32,
-    words_of,
-    words_of_pairs,
     zeros_f32,
     zeros_i32,
 )
+from localrun.kernels_cpu.tiles_table import block_scale
 
 ROWS = 16
 """Tokens of a tile."""
@@ -128,76 +118,20 @@ def _configure(depth: int) -> Any:
 # ---- kind '256' ---------------------------------------------------------------------------------------------------------------
 
 
-@numba.njit
-def _spread(quants: Any, scale: Any, low: int, high: int) -> None:
-    """Writes the low and the high bytes of quant * scale for 4 k-values of 16 rows. quants: bytes as i16x32; scale: i16x32, one value a pair."""
-    even = (quants & 255) * scale
-    odd = ((quants >> 8) & 255) * scale
-    store(low, (even & 255) | (odd << 8))
-    store(high, ((even >> 8) & 255) | (odd & -256))
-
-
-@numba.njit
-def _twice(scale: Any) -> Any:
-    """i32x16 to i16x32 with the value in both halves of each lane."""
-    return pairs_of((scale & 0xFFFF) | (scale << 16))
-
-
-def _expand_q4_k(high_bits: bool) -> Any:
-    scales = 2560 if high_bits else 2048
-
-    @numba.njit
-    def expand(w: int, low: int, high: int) -> None:
-        for j in range(4):
-            first = _twice(u8_to_i32(load_i8x16(w + scales + j * 32)))
-            second = _twice(u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
-            for g in range(8):
-                nibbles = load_u8x64(w + (j * 8 + g) * 64)
-                a = nibbles & 15
-                b = (nibbles >> 4) & 15
-                if high_bits:
-                    fifth = words_of(load_u8x64(w + 2048 + g * 64)) >> (2 * j)
-                    a = a | (bytes_of(fifth << 4) & 16)
-                    b = b | (bytes_of(fifth << 3) & 16)
-                at = j * 1024 + g * 64
-                _spread(pairs_of(words_of(a)), first, low + at, high + at)
-                _spread(pairs_of(words_of(b)), second, low + at + 512, high + at + 512)
-
-    return expand
-
-
-@numba.njit
-def _spread_signed(quants: Any, scale: Any, low: int, high: int) -> None:
-    """As _spread for 6-bit quants whose zero is 32."""
-    even = ((quants & 255) - 32) * scale
-    odd = (((quants >> 8) & 255) - 32) * scale
-    store(low, (even & 255) | (odd << 8))
-    store(high, ((even >> 8) & 255) | (odd & -256))
-
-
-@numba.njit
-def _expand_q6_k(w: int, low: int, high: int) -> None:
-    for part in range(8):
-        half, side, pair = part >> 2, (part >> 1) & 1, part & 1
-        k = half * 128 + pair * 32 + side * 16
-        pairs = w + 3072 + (half * 4 + pair) * 32
-        shift = 16 - 16 * side
-        first = _twice(sar(words_of_pairs(i8_to_i16(load_i8x32(pairs))) << shift, 16))
-        second = _twice(sar(words_of_pairs(i8_to_i16(load_i8x32(pairs + 64))) << shift, 16))
-        for g in range(4):
-            nibbles = load_u8x64(w + (half * 16 + pair * 8 + side * 4 + g) * 64)
-            top = words_of(load_u8x64(w + 2048 + (half * 8 + side * 4 + g) * 64)) >> (2 * pair)
-            at = (k + 4 * g) * 16
-            _spread_signed(pairs_of(words_of((nibbles & 15) | (bytes_of(top << 4) & 48))), first, low + at, high + at)
-            at += 64 * 16
-            _spread_signed(pairs_of(words_of(((nibbles >> 4) & 15) | (bytes_of(top) & 48))), second, low + at, high + at)
-
-
 def _group_256(isa: Isa, type_name: str) -> Any:
-    expand = _expand_q6_k if type_name == "Q6_K" else _expand_q4_k(type_name == "Q5_K")
-    with_mins = type_name != "Q6_K"
-    scales = {"Q4_K": 2048, "Q5_K": 2560, "Q6_K": 3072}[type_name]
-    step = PACKINGS[BY_NAME[type_name].id].quants + PACKINGS[BY_NAME[type_name].id].scales
+    expand = expand_256(isa, type_name)
+    packing = PACKINGS[BY_NAME[type_name].id]
+    step = packing.quants + packing.scales
+    # where the parts of a packed block lie, and the sums that go with its minima
+    if type_name in OCTETS:
+        o = OCTETS[type_name]
+        with_mins, size, factor = o.minimum is not None, 256 // o.sub * 16, o.factor
+        mins_at, pairs, sums_at = packing.quants + size, size // 32, 32 if o.sub == 16 else 8
+        d_at = packing.quants + size * (2 if with_mins else 1)
+    else:
+        with_mins, factor = type_name != "Q6_K", 1.0
+        mins_at, pairs, sums_at = packing.quants + 128, 4, 8
+        d_at = packing.quants + 256
     dot2 = isa.ops.tile_dot2
     configure = _configure(64)
 
@@ -206,12 +140,12 @@ def _group_256(isa: Isa, type_name: str) -> Any:
         """Adds the products of one super-block, low bytes at `low`, high bytes 1024 behind, to the float sums of eight tokens."""
         high = tile_load(zeros_i32(8), low + 1024, 64)
         total = tile_scale_add(tile_load(zeros_i32(8), low, 64), high, splat_i32(numba.int32(256)))
-        d = f16_to_f32(load_f16x16(w + scales + 256))
+        d = f16_to_f32(load_f16x16(w + d_at)) * numba.float32(factor)
         if with_mins:
             mins = zeros_i32(8)
-            for j in range(4):
-                mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), x + 8 + j * 4, 64)
-            dmin = f16_to_f32(load_f16x16(w + scales + 288))
+            for j in range(pairs):
+                mins = dot2(mins, u8_to_i16(load_i8x32(w + mins_at + j * 32)), x + sums_at + j * 4, 64)
+            dmin = f16_to_f32(load_f16x16(w + d_at + 32))
             value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
         else:
             value = tile_mul(tile_to_f32(total), d)
@@ -275,37 +209,12 @@ def _group_256(isa: Isa, type_name: str) -> Any:
 # ---- kind '32' ----------------------------------------------------------------------------------------------------------------
 
 
-def _expand_32(type_name: str) -> Any:
-    """Writes the signed quants of one block as one tile: 8 rows of 64 bytes."""
-    five_bits = type_name in ("Q5_0", "Q5_1")
-    zero = {"Q4_0": 8, "Q5_0": 16}.get(type_name, 0)
-
-    @numba.njit
-    def expand(w: int, out: int) -> None:
-        if type_name == "Q8_0":
-            for g in range(8):
-                store(out + g * 64, load_u8x64(w + g * 64) ^ 128)
-            return
-        if five_bits:
-            bits = words_of(load_u8x64(w + 256))
-        for g in range(4):
-            nibbles = load_u8x64(w + g * 64)
-            a = nibbles & 15
-            b = (nibbles >> 4) & 15
-            if five_bits:
-                a = a | (bytes_of((bits >> g) << 4) & 16)
-                b = b | (bytes_of(bits >> g) & 16)
-            store(out + g * 64, a - zero)
-            store(out + 256 + g * 64, b - zero)
-
-    return expand
-
-
 def _group_32(isa: Isa, type_name: str) -> Any:
     packing = PACKINGS[BY_NAME[type_name].id]
     quants, scales = packing.quants, packing.scales
     with_min = type_name in ("Q4_1", "Q5_1")
-    expand = _expand_32(type_name)
+    expand = expand_32(isa, type_name)
+    scale = block_scale(type_name)
     configure = _configure(32)
 
     @numba.njit
@@ -317,7 +226,7 @@ def _group_32(isa: Isa, type_name: str) -> Any:
         for b in range(count):
             dots = tile_load(zeros_i32(8), products + b * 1024, 64)
             scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta + b * 128, 4))
-            acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u + b * scales)))
+            acc = tile_fma(acc, scaled, scale(u + b * scales))
             if with_min:
                 acc = tile_fma(acc, tile_splat_f32(acc, meta + b * 128 + 64, 4), f16_to_f32(load_f16x16(u + b * scales + 32)))
         tile_store_all(acc, sums, 64)
@@ -381,7 +290,8 @@ def _group_32(isa: Isa, type_name: str) -> Any:
     return group
 
 
-SUPPORTED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED = tuple(p.format.name for p in PACKINGS.values() if p.kind != "f" and p.format.name != "NVFP4")
+"""All but floats and NVFP4, which has two scales in 32 values."""
 
 
 def make_group(isa: Isa, type_name: str) -> Any:

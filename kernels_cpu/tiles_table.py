@@ -44,8 +44,8 @@ def _same(index: Any) -> Any:
     return index
 
 
-def _decoder(isa: Isa, o: Octets) -> tuple[Any, Any]:
-    """(index u8x64 -> unsigned code, the dot product that takes such codes)."""
+def decoder(isa: Isa, o: Octets) -> tuple[Any, Any]:
+    """(compiled: index u8x64 -> unsigned code; the dot product that takes such codes)."""
     if o.linear:
         return _same, isa.ops.tile_dot4
     table = tuple(code + o.offset for code in o.table)
@@ -54,7 +54,7 @@ def _decoder(isa: Isa, o: Octets) -> tuple[Any, Any]:
 
 def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
     """(group, activations, stride, pair) -> integer dot products of sub-blocks 2 pair and 2 pair + 1 of a block of 256."""
-    code, dot4 = _decoder(isa, o)
+    code, dot4 = decoder(isa, o)
 
     @numba.njit
     def nibbles_16(w: int, x: int, stride: int, pair: int) -> Any:
@@ -154,16 +154,25 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
     return tile
 
 
-def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
-    code, dot4 = _decoder(isa, o)
-    quants, scales, halves, brain = o.quants, o.scales, o.sub == 16, o.brain
-    first_at = 20 if halves else OFFSET_AT[o.offset]
+def block_scale(type_name: str) -> Any:
+    """A compiled function: address of the packed scales of a block of kind '32' -> f32x16."""
 
     @numba.njit
-    def scale(u: int) -> Any:
-        if brain:
-            return bits_f32(u16_to_i32(load_i16x16(u)) << 16)
-        return f16_to_f32(load_f16x16(u))
+    def half(at: int) -> Any:
+        return f16_to_f32(load_f16x16(at))
+
+    @numba.njit
+    def brain(at: int) -> Any:
+        return bits_f32(u16_to_i32(load_i16x16(at)) << 16)
+
+    return brain if type_name in OCTETS and OCTETS[type_name].brain else half
+
+
+def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
+    code, dot4 = decoder(isa, o)
+    quants, scales, halves = o.quants, o.scales, o.sub == 16
+    scale = block_scale(o.name)
+    first_at = 20 if halves else OFFSET_AT[o.offset]
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
