@@ -32,6 +32,25 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """None: one is drawn and reported."""
     logit_bias: dict[int, float] = {}
+    top_n_sigma: float = 0.0
+    """0 or less: off."""
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    """0: off."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    """How many of the latest tokens DRY looks at: 0 none, -1 the whole context."""
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    """0: off; 1, 2: that version, in place of all truncations."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    ignore_eos: bool = False
+    """The end of a turn is never chosen."""
+    banned_strings: list[str] = []
+    """Texts that do not come: where one has come, its first token is taken back and another chosen."""
 
 
 class ToolCall(Struct, kw_only=True):

@@ -76,6 +76,15 @@ class KVCache:
             seq.tree_cursor = self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, whole)
             seq.in_tree = whole
 
+    def rewind(self, seq: Sequence, n_tokens: int) -> None:
+        """The sequence goes on from its first n_tokens: what follows is computed anew."""
+        keep = self.pool.blocks_for(n_tokens)
+        for block in seq.blocks[keep:]:
+            self.pool.release(block)
+        del seq.blocks[keep:]
+        seq.computed = n_tokens
+        seq.tree_cursor, seq.in_tree = None, 0
+
     def drop(self, seq: Sequence) -> None:
         """Takes all blocks from a sequence; what it has computed stays in the tree for as long as nobody needs the room."""
         if seq.may_reuse and seq.blocks:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from localrun.engine.answer import Answer
+from localrun.engine.bans import BannedStrings
 from localrun.engine.draws import draw_seed
 from localrun.engine.jobs import Evaluation, Generation
 from localrun.engine.parts import Parts
@@ -22,7 +23,7 @@ from localrun.text.prompt import Prompt, build_prompt
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
 _MOST_LOGPROBS = 1000
-_MOST_STOPS = 64
+_MOST_STRINGS = 64
 _MOST_DRAFTED = 24
 _CONTEXTS = 10
 """An answer that may shift its context and has no other bound ends after this many contexts, as Ollama's does."""
@@ -37,6 +38,7 @@ class Intake:
         self._n_vocab = parts.model.info.n_vocab
         self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
         self._clock = clock
+        self._known_breakers: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def generation(self, request: Generate) -> Generation:
         """Raises BadRequest, ContextOverflow, Unsupported, TemplateError."""
@@ -48,11 +50,13 @@ class Intake:
         shifts = request.overflow == "shift"
         seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority)
         given = request.sampling.seed
-        sampler = Sampler(request.sampling, draw_seed() if given is None or given < 0 else given)
+        seed = draw_seed() if given is None or given < 0 else given
+        sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, self._breakers(request.sampling.dry_sequence_breakers))
         return Generation(
             seq,
             sampler,
-            Answer(self._tokenizer, _stops(request)),
+            Answer(self._tokenizer, _checked_strings(request.stop, "stop")),
+            BannedStrings(_checked_strings(request.sampling.banned_strings, "banned_strings"), self._tokenizer.piece),
             self._tokenizer.eog_ids,
             n_logprobs=request.logprobs,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
@@ -131,6 +135,22 @@ class Intake:
         )
         return Evaluation(seq, top=message.top, ids=message.ids)
 
+    def _breakers(self, strings: tuple[str, ...]) -> Callable[[int], bool]:
+        """Whether a token's text holds one of the strings; looked up once for each token that is asked about."""
+        wanted = [string.encode("utf-8") for string in _checked_strings(strings, "dry_sequence_breakers")]
+        if len(self._known_breakers) > _MOST_STRINGS:
+            self._known_breakers.clear()
+        known = self._known_breakers.setdefault(strings, {})
+
+        def is_breaker(token: int) -> bool:
+            answer = known.get(token)
+            if answer is None:
+                piece = self._tokenizer.piece(token, special=True)
+                answer = known[token] = token in self._tokenizer.eog_ids or any(string in piece for string in wanted)
+            return answer
+
+        return is_breaker
+
     def _checked_ids(self, ids: list[int], param: str) -> list[int]:
         for token in ids:
             if not 0 <= token < self._n_vocab:
@@ -141,10 +161,11 @@ class Intake:
         return self._tokenizer.decode(ids).decode("utf-8", "replace")
 
 
-def _stops(request: Generate) -> list[str]:
-    if len(request.stop) > _MOST_STOPS:
-        raise BadRequest(f"at most {_MOST_STOPS} stop strings are taken, there are {len(request.stop)}", param="stop")
-    return [stop for stop in request.stop if stop]
+def _checked_strings(strings: Iterable[str], param: str) -> list[str]:
+    strings = [string for string in strings if string]
+    if len(strings) > _MOST_STRINGS:
+        raise BadRequest(f"{param}: at most {_MOST_STRINGS} strings are taken, there are {len(strings)}", param=param)
+    return strings
 
 
 def _refuse_what_is_missing(request: Generate) -> None:
@@ -158,24 +179,35 @@ def _refuse_what_is_missing(request: Generate) -> None:
         raise BadRequest(f"logprobs must be from 0 to {_MOST_LOGPROBS}, it is {request.logprobs}", param="logprobs")
 
 
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("typical_p", 0.0, 1.0),
+    ("presence_penalty", -math.inf, math.inf),
+    ("frequency_penalty", -math.inf, math.inf),
+    ("repeat_penalty", 1e-6, math.inf),
+    ("repeat_last_n", -1, math.inf),
+    ("top_n_sigma", -math.inf, math.inf),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("dry_multiplier", 0.0, math.inf),
+    ("dry_base", 1.0, math.inf),
+    ("dry_allowed_length", 1, math.inf),
+    ("dry_penalty_last_n", -1, math.inf),
+    ("mirostat", 0, 2),
+    ("mirostat_tau", 0.0, math.inf),
+    ("mirostat_eta", 0.0, 1.0),
+)
+
+
 def check_sampling(options: Sampling, n_vocab: int) -> None:
     """Raises BadRequest that names the first option outside its range."""
-    for name, low, high in (
-        ("temperature", 0.0, math.inf),
-        ("top_p", 0.0, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("typical_p", 0.0, 1.0),
-        ("presence_penalty", -math.inf, math.inf),
-        ("frequency_penalty", -math.inf, math.inf),
-    ):
+    for name, low, high in _RANGES:
         value = getattr(options, name)
         if not (low <= value <= high and math.isfinite(value)):
             wanted = "a number" if low == -math.inf else f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
             raise BadRequest(f"{name} must be {wanted}, it is {value:g}", param=name)
-    if not (options.repeat_penalty > 0 and math.isfinite(options.repeat_penalty)):
-        raise BadRequest(f"repeat_penalty must be above 0, it is {options.repeat_penalty:g}", param="repeat_penalty")
-    if options.repeat_last_n < -1:
-        raise BadRequest(f"repeat_last_n must be -1 or more, it is {options.repeat_last_n}", param="repeat_last_n")
     for token, bias in options.logit_bias.items():
         if not 0 <= token < n_vocab:
             raise BadRequest(f"logit_bias: {token} is no token of this model, which has {n_vocab}", param="logit_bias")

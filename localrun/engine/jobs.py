@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from localrun.engine.answer import Answer, Shown
+from localrun.engine.bans import BannedStrings, Chosen
 from localrun.engine.sampler import Sampler, logprobs_of
 from localrun.engine.selection import Floats, largest, log_sum_exp
 from localrun.engine.sequence import Sequence
@@ -60,6 +61,7 @@ class Generation:
     seq: Sequence
     sampler: Sampler
     answer: Answer
+    bans: BannedStrings
     eog_ids: frozenset[int]
     n_logprobs: int | None = None
     max_tokens: int = -1
@@ -74,6 +76,8 @@ class Generation:
     n_passes: int = 0
     """Passes that brought tokens."""
     _shown: Shown = field(default_factory=Shown)
+    _banned: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens that must not come at a position."""
 
     @property
     def done(self) -> bool:
@@ -115,30 +119,65 @@ class Generation:
             return 0
         accepted, before = 0, len(seq.tokens)
         for i, row in enumerate(rows):
-            self._take_token(row)
+            went_on = self._take_token(row)
             accepted = i
-            if self.done or i >= len(draft) or seq.tokens[-1] != draft[i] or self.is_full:
+            if not went_on or i >= len(draft) or seq.tokens[-1] != draft[i]:
                 break
         self.n_passes += len(rows) > 0
         if self.speculator is not None:
             self.speculator.observe(seq.tokens[before:], accepted)
         return accepted
 
-    def _take_token(self, row: Floats) -> None:
+    def _take_token(self, row: Floats) -> bool:
+        """Chooses the next token. False when the next row, if there is one, is of no use: the answer is done or full, or tokens were taken
+        back."""
         seq = self.seq
         raw = row.copy() if self.n_logprobs is not None else None
-        token = self.sampler.choose(row, seq.tokens, seq.position)
+        token = self.sampler.choose(row, seq.tokens, seq.position, banned=self._banned.get(seq.position, ()))
         seq.tokens.append(token)
         self.n_chosen += 1
-        if token in self.eog_ids:
+        ends = token in self.eog_ids
+        if ends:
             self.reason = "stop"
-            return
-        part = self.answer.push(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0))
-        self._shown.add(part)
-        if part.stop is not None:
-            self.reason = "stop"
-        elif 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
-            self.reason = "length"
+            released = self.bans.flush()
+        else:
+            chosen = Chosen(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0))
+            released, n_back = self.bans.push(chosen)
+            if n_back:
+                self._take_back(n_back)
+                return False
+            if 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
+                self.reason = "length"
+                released += self.bans.flush()
+        self._pass_on(released, n_behind=self.bans.n_held + ends)
+        return not self.done and not self.is_full
+
+    def _pass_on(self, released: list[Chosen], n_behind: int) -> None:
+        """Text of tokens that stay; n_behind tokens came after them. A stop string ends the answer with the token that completes it."""
+        for i, chosen in enumerate(released):
+            part = self.answer.push(chosen.token, chosen.logprobs)
+            self._shown.add(part)
+            if part.stop is not None:
+                self.reason = "stop"
+                self._drop_last(len(released) - i - 1 + n_behind)
+                return
+
+    def _take_back(self, n: int) -> None:
+        """A banned string has come: its first token shall not come at that place again."""
+        seq = self.seq
+        token = seq.tokens[-n]
+        self._drop_last(n)
+        self.sampler.take_back(n)
+        if self.speculator is not None:
+            self.speculator.forget()
+        # What was banned further on belonged to a text that is no more.
+        self._banned = {position: tokens for position, tokens in self._banned.items() if position <= seq.position}
+        self._banned.setdefault(seq.position, []).append(token)
+
+    def _drop_last(self, n: int) -> None:
+        if n:
+            del self.seq.tokens[-n:]
+            self.n_chosen -= n
 
     def shifted(self) -> None:
         if self.speculator is not None:

@@ -2,34 +2,35 @@
 
 Order in which the options act, each on what the one before has left (llama.cpp's default order, which Ollama's runners use):
 
-    logit_bias > grammar mask > repeat, frequency and presence penalties > greedy choice, if temperature is 0
-    > top_k > typical_p > top_p > min_p > temperature > draw
+    logit_bias, bans and ignore_eos > repeat, frequency and presence penalties > DRY > grammar mask
+    > greedy choice, if temperature is 0
+    > top_n_sigma > top_k > typical_p > top_p > min_p > XTC > temperature > draw
+    or, with mirostat: > temperature > mirostat > draw
 
-Probabilities are those of the tokens left, renormalised at every stage. Reported log-probabilities are the model's own: softmax of the
-logits as they came, before bias, mask, penalties and temperature.
+Reported log-probabilities are the model's own: softmax of the logits as they came, before bias, penalties, mask and temperature.
 
-The draw is keyed by (seed, position), position being the number of tokens before the one chosen: a sample depends on nothing else.
+Draws are keyed by (seed, position), position being the number of tokens before the one chosen: a sample depends on nothing else. XTC's
+coin is a stream of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localrun.engine.draws import uniform
-from localrun.engine.selection import Floats, Ids, draw_from_all, largest, log_sum_exp
+from localrun.engine.filters import Logits64, cut_by_sigma, exclude_top, exclude_top_of_all, softmax, truncate
+from localrun.engine.mirostat import Mirostat
+from localrun.engine.penalties import Penalties
+from localrun.engine.selection import Floats, draw_from_all, largest, log_sum_exp
 from localrun.errors import LocalrunError
 from localrun.messages import Sampling
 
-Logits64 = NDArray[np.float64]
-
-_FIRST_SLICE = 256
-"""With top_k off, how many of the likeliest tokens are tried first for a filter that needs an order."""
+_XTC_STREAM = 1
 
 
 @dataclass(frozen=True)
@@ -48,125 +49,67 @@ def logprobs_of(row: Floats, token: int, k: int) -> TokenLogprobs:
 
 
 class Sampler:
-    """`seed` is the request's or the drawn one. One per sequence."""
+    """`seed` is the request's or the drawn one; `eog_ids` and `is_breaker` as Penalties takes them. One per sequence."""
 
-    def __init__(self, options: Sampling, seed: int) -> None:
+    def __init__(
+        self,
+        options: Sampling,
+        seed: int,
+        eog_ids: Iterable[int] = (),
+        is_breaker: Callable[[int], bool] = lambda token: False,
+    ) -> None:
         self.options = options
         self.seed = seed
-        self._bias = list(options.logit_bias.items())
-        self._penalises = options.repeat_penalty != 1.0 or options.frequency_penalty != 0.0 or options.presence_penalty != 0.0
+        self._penalties = Penalties(options, eog_ids, is_breaker)
+        self._mirostat = Mirostat(options) if options.mirostat else None
 
-    def choose(self, row: Floats, tokens: Sequence[int], position: int, allowed: NDArray[np.bool_] | None = None) -> int:
-        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place; `allowed` is a grammar's mask.
+    def choose(
+        self,
+        row: Floats,
+        tokens: Sequence[int],
+        position: int,
+        allowed: NDArray[np.bool_] | None = None,
+        banned: Sequence[int] = (),
+    ) -> int:
+        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place.
 
-        Raises LocalrunError when the row holds NaN, or nothing is left to choose from.
+        allowed: a grammar's mask; banned: tokens that must not come at this position. Raises LocalrunError when the row holds NaN, or
+        nothing is left to choose from.
         """
-        self._adjust(row, tokens, allowed)
+        o = self.options
+        self._penalties.apply(row, tokens)
+        if allowed is not None:
+            row[~allowed[: len(row)]] = -np.inf
+        for token in banned:
+            row[token] = -np.inf
         best = int(row.argmax())  # the first NaN, if there is one
         if not math.isfinite(row[best]):
             raise LocalrunError("the model's output is not a number" if math.isnan(row[best]) else "no token is allowed here")
-        if self.options.temperature <= 0:
+        if o.temperature <= 0:
             return best
-        ids, logits = self._filtered(row)
-        if ids is None or logits is None:
-            return draw_from_all(row * np.float32(1.0 / self.options.temperature), uniform(self.seed, position))
-        return self._draw(ids, logits, position)
+        if self._mirostat is not None:
+            row *= np.float32(1.0 / o.temperature)
+            ids, logits = self._mirostat.truncate(row)
+            index = self._draw(logits, position)
+            self._mirostat.learn(logits, index)
+            return int(ids[index])
+        excludes = o.xtc_probability > 0 and uniform(self.seed, position, _XTC_STREAM) < o.xtc_probability
+        if o.top_n_sigma > 0:
+            cut_by_sigma(row, o.top_n_sigma)
+        kept = truncate(row, o)
+        if kept is None:
+            if excludes:
+                exclude_top_of_all(row, o.xtc_threshold)
+            return draw_from_all(row * np.float32(1.0 / o.temperature), uniform(self.seed, position))
+        ids, logits = exclude_top(*kept, o.xtc_threshold) if excludes else kept
+        return int(ids[self._draw(logits / o.temperature, position)])
 
-    def _adjust(self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None) -> None:
-        for token, bias in self._bias:
-            row[token] += bias
-        if allowed is not None:
-            row[~allowed[: len(row)]] = -np.inf
-        if self._penalises and self.options.repeat_last_n != 0:
-            last_n = self.options.repeat_last_n
-            self._penalise(row, tokens if last_n < 0 else tokens[-last_n:])
+    def take_back(self, n: int) -> None:
+        """The last n tokens have not been chosen after all."""
+        if self._mirostat is not None:
+            self._mirostat.take_back(n)
 
-    def _penalise(self, row: Floats, window: Sequence[int]) -> None:
-        """Repeat penalty: logits above 0 are divided by it, others multiplied; frequency per occurrence, presence once (as llama.cpp's)."""
-        counts = Counter(window)
-        ids = np.fromiter(counts.keys(), np.int64, len(counts))
-        times = np.fromiter(counts.values(), np.float32, len(counts))
-        values = row[ids]
-        penalty = np.float32(self.options.repeat_penalty)
-        values = np.where(values > 0, values / penalty, values * penalty)
-        row[ids] = values - times * np.float32(self.options.frequency_penalty) - np.float32(self.options.presence_penalty)
-
-    def _filtered(self, row: Floats) -> tuple[Ids, Logits64] | tuple[None, None]:
-        """What the filters leave, in descending order: ids and logits; (None, None) when no filter is on."""
-        o = self.options
-        if o.top_k > 0:
-            ids = largest(row, o.top_k)
-            logits, total = row[ids].astype(np.float64), None
-        elif o.typical_p < 1 or o.top_p < 1 or o.min_p > 0:
-            return self._filtered_without_top_k(row)
-        else:
-            return None, None
-        if o.typical_p < 1:
-            keep = _typical(logits, o.typical_p)
-            ids, logits = ids[keep], logits[keep]
-        return self._nucleus(ids, logits, total)
-
-    def _filtered_without_top_k(self, row: Floats) -> tuple[Ids, Logits64]:
-        """Filters over the whole vocabulary. Only so many tokens are ordered as the filters can keep: the likeliest few, mostly."""
-        total = log_sum_exp(row)
-        if self.options.typical_p < 1:
-            ids = _typical_of_all(row, total, self.options.typical_p)
-            return self._nucleus(ids, row[ids].astype(np.float64), None)
-        size = _FIRST_SLICE
-        while True:
-            ids = largest(row, size)
-            logits = row[ids].astype(np.float64)
-            complete = len(ids) < size or size >= len(row)
-            mass = float(np.exp(logits - total).sum())
-            below_min_p = self.options.min_p > 0 and logits[-1] < logits[0] + math.log(self.options.min_p)
-            if complete or below_min_p or (self.options.top_p < 1 and mass >= self.options.top_p):
-                return self._nucleus(ids, logits, total)
-            size *= 8
-
-    def _nucleus(self, ids: Ids, logits: Logits64, total: float | None) -> tuple[Ids, Logits64]:
-        """top_p, then min_p. `total`: log of the whole mass, where `logits` are not all of it."""
-        o = self.options
-        if o.top_p < 1:
-            shares = _softmax(logits) if total is None else np.exp(logits - total)
-            n = int(np.searchsorted(np.cumsum(shares), o.top_p, side="left")) + 1
-            ids, logits = ids[:n], logits[:n]
-        if o.min_p > 0:
-            n = max(1, int(np.count_nonzero(logits >= logits[0] + math.log(o.min_p))))
-            ids, logits = ids[:n], logits[:n]
-        return ids, logits
-
-    def _draw(self, ids: Ids, logits: Logits64, position: int) -> int:
-        cumulated = np.cumsum(_softmax(logits / self.options.temperature))
-        at = int(np.searchsorted(cumulated, uniform(self.seed, position) * cumulated[-1], side="right"))
-        return int(ids[min(at, len(ids) - 1)])
-
-
-def _softmax(logits: Logits64) -> Logits64:
-    weights = np.exp(logits - logits.max())
-    return np.asarray(weights / weights.sum())
-
-
-def _typical(logits: Logits64, mass: float) -> Ids:
-    """Indices, ascending, of the tokens whose surprise is closest to the entropy, as many as hold `mass` (Meister et al. 2022)."""
-    shares = _softmax(logits)
-    surprise = -np.log(np.maximum(shares, 1e-300))
-    entropy = float((shares * surprise).sum())
-    order = np.argsort(np.abs(surprise - entropy), kind="stable")
-    n = int(np.searchsorted(np.cumsum(shares[order]), mass, side="left")) + 1
-    return np.sort(order[:n])
-
-
-def _typical_of_all(row: Floats, total: float, mass: float) -> Ids:
-    """As _typical over a whole row: ids in descending order of logit."""
-    shares = np.exp(row - np.float32(total))
-    finite = np.where(np.isfinite(row), row, np.float32(0))
-    entropy = total - float((shares * finite).sum(dtype=np.float64))
-    closeness = -np.abs(np.float32(total) - row - np.float32(entropy))
-    size = _FIRST_SLICE
-    while True:
-        order = largest(closeness, size)
-        cumulated = np.cumsum(shares[order], dtype=np.float64)
-        if cumulated[-1] >= mass or len(order) < size or size >= len(row):
-            kept = order[: int(np.searchsorted(cumulated, mass, side="left")) + 1]
-            return kept[np.lexsort((kept, -row[kept]))]
-        size *= 8
+    def _draw(self, logits: Logits64, position: int) -> int:
+        """An index into `logits`."""
+        cumulated = np.cumsum(softmax(logits))
+        return min(int(np.searchsorted(cumulated, uniform(self.seed, position) * cumulated[-1], side="right")), len(logits) - 1)

@@ -151,7 +151,10 @@ class Engine:
             s.seq.computed = s.start + s.count
             s.seq.draft = []
             try:
-                s.seq.computed += self._job(s.seq).take(rows, s.draft)
+                job = self._job(s.seq)
+                s.seq.computed += job.take(rows, s.draft)
+                if s.seq.computed >= len(s.seq.tokens) and not job.done:
+                    self.cache.rewind(s.seq, len(s.seq.tokens) - 1)
             except Exception as error:
                 self.fail(s.seq.request_id, as_localrun_error(error, f"request {s.seq.request_id}"))
             else:

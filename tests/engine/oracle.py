@@ -23,3 +23,28 @@ def answer(prompt: list[int], sampling: Sampling, max_tokens: int, *, limit: int
         if tokens[-1] in (EOS, END):
             break
     return tokens[len(prompt) :]
+
+
+def answer_without(banned: list[str], prompt: list[int], sampling: Sampling, max_tokens: int) -> list[int]:
+    """As answer, of one-byte tokens, where a banned string is taken back, but for what is shown, and not begun there again."""
+    model = FakeModel(max_batch=4096)
+    model.allocate_kv(256)
+    sampler = Sampler(sampling, sampling.seed or 0)
+    tokens = list(prompt)
+    forbidden: dict[int, list[int]] = {}
+    shown = 0
+    while len(tokens) - len(prompt) < max_tokens:
+        blocks = np.arange(-(-len(tokens) // BLOCK_TOKENS), dtype=np.int32)
+        span = Span(np.array(tokens, np.int32), 0, blocks, np.array([len(tokens) - 1], np.int32))
+        tokens.append(sampler.choose(model.forward([span])[0], tokens, len(tokens), banned=forbidden.get(len(tokens), ())))
+        text = bytes(tokens[len(prompt) :])
+        found = [len(string) for string in banned if text.endswith(string.encode())]
+        beginnings = [n for string in banned for n in range(len(string)) if text.endswith(string[:n].encode())]
+        if not found:
+            shown = max(shown, len(text) - max(beginnings))
+        else:
+            first = len(prompt) + max(shown, len(text) - max(found))
+            forbidden = {position: ids for position, ids in forbidden.items() if position <= first}
+            forbidden.setdefault(first, []).append(tokens[first])
+            del tokens[first:]
+    return tokens[len(prompt) :]

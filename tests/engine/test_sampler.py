@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from localrun.engine.draws import draw_seed, mix, uniform
+from localrun.engine.penalties import repeats
 from localrun.engine.sampler import Sampler, logprobs_of
 from localrun.engine.selection import draw_from_all, largest, log_sum_exp
 from localrun.errors import LocalrunError
@@ -53,6 +55,11 @@ def slow_distribution(row: Row, o: Sampling) -> dict[int, float]:
                 return n
         return len(shares)
 
+    if o.top_n_sigma > 0:
+        values = [float(row[i]) for i in kept]
+        mean = sum(values) / len(values)
+        sigma = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
+        kept = [i for i in kept if float(row[i]) >= values[0] - o.top_n_sigma * sigma]
     if o.top_k > 0:
         kept = kept[: o.top_k]
     if o.typical_p < 1:
@@ -65,6 +72,9 @@ def slow_distribution(row: Row, o: Sampling) -> dict[int, float]:
         kept = kept[: first_of_mass(softmax(kept), o.top_p)]
     if o.min_p > 0:
         kept = [i for i in kept if float(row[i]) >= float(row[kept[0]]) + math.log(o.min_p)]
+    if o.xtc_probability == 1:
+        above = [i for i, share in zip(kept, softmax(kept), strict=True) if share >= o.xtc_threshold]
+        kept = [i for i in kept if i not in above[:-1]]
     return dict(zip(kept, softmax(kept, o.temperature), strict=True))
 
 
@@ -133,6 +143,10 @@ def test_only_what_the_filters_leave_is_drawn(row: Row, o: Sampling) -> None:
         Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.1),
         Sampling(temperature=1.0, top_k=0, top_p=1.0, typical_p=0.6),
         Sampling(temperature=1.0, top_k=6, top_p=0.9, min_p=0.05, typical_p=0.8),
+        Sampling(temperature=1.0, top_k=0, top_p=1.0, top_n_sigma=1.5),
+        Sampling(temperature=0.7, top_n_sigma=2.0),
+        Sampling(temperature=1.0, top_k=0, top_p=1.0, xtc_probability=1.0, xtc_threshold=0.05),
+        Sampling(temperature=0.9, xtc_probability=1.0, xtc_threshold=0.02),
     ],
 )
 def test_draws_follow_the_distribution(o: Sampling) -> None:
@@ -219,3 +233,95 @@ def test_drawn_seeds_differ_and_are_small() -> None:
     seeds = {draw_seed() for _ in range(100)}
     assert len(seeds) > 95
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+# ---- the rarer ones -------------------------------------------------------------------------------------------------------------
+
+
+def test_xtc_tosses_its_own_coin() -> None:
+    """About as often as its probability says, and without disturbing what is drawn otherwise."""
+    row = np.log(np.array([0.5, 0.3, 0.2], np.float32))
+    o = Sampling(temperature=1.0, top_k=0, top_p=1.0, xtc_probability=0.3, xtc_threshold=0.25)
+    plain = Sampler(msgspec.structs.replace(o, xtc_probability=0.0), 9)
+    xtc = Sampler(o, 9)
+    drawn = [(plain.choose(row.copy(), [], p), xtc.choose(row.copy(), [], p)) for p in range(4000)]
+    tossed = [p for p in range(4000) if uniform(9, p, 1) < 0.3]
+    assert 0.27 < len(tossed) / 4000 < 0.33
+    assert all(drawn[p][1] != 0 for p in tossed)
+    assert all(a == b for p, (a, b) in enumerate(drawn) if p not in set(tossed))
+
+
+def slow_repeats(tokens: list[int], breakers: set[int]) -> dict[int, int]:
+    """For each token, the longest end of `tokens` that was followed by it before, breakers being in neither."""
+    found: dict[int, int] = {}
+    for length in range(1, len(tokens)):
+        end = tokens[-length:]
+        if breakers & set(end):
+            break
+        for start in range(len(tokens) - length):
+            following = tokens[start + length]
+            if tokens[start : start + length] == end and following not in breakers:
+                found[following] = length
+    return found
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.sets(st.integers(0, 3), max_size=2))
+def test_dry_finds_the_longest_repetitions(tokens: list[int], breakers: set[int]) -> None:
+    assert repeats(tokens, breakers.__contains__) == slow_repeats(tokens, breakers)
+
+
+def test_dry_penalises_what_would_go_on_with_a_repetition() -> None:
+    row = np.zeros(10, np.float32)
+    o = Sampling(temperature=0, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=2)
+    Sampler(o, 0).choose(row, [1, 2, 3, 4, 9, 1, 2, 3], 8)
+    assert row.tolist() == pytest.approx([0, 0, 0, 0, -0.8 * 2.0 ** (3 - 2), 0, 0, 0, 0, 0])
+    short = np.zeros(10, np.float32)
+    Sampler(msgspec.structs.replace(o, dry_allowed_length=4), 0).choose(short, [1, 2, 3, 4, 9, 1, 2, 3], 8)
+    assert not short.any()
+    window = np.zeros(10, np.float32)
+    Sampler(msgspec.structs.replace(o, dry_penalty_last_n=5), 0).choose(window, [1, 2, 3, 4, 9, 1, 2, 3], 8)
+    assert not window.any()
+    endless = np.zeros(10, np.float32)
+    Sampler(msgspec.structs.replace(o, dry_base=3.0), 0).choose(endless, [5] * 500, 500)
+    assert -np.inf < endless[5] < -1e30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tau", [2.0, 4.0])
+def test_mirostat_steers_surprise(version: int, tau: float) -> None:
+    """Over a long text the mean surprise of what is drawn, by the distribution it is drawn from, comes to tau."""
+    o = Sampling(temperature=1.0, mirostat=version, mirostat_tau=tau, mirostat_eta=0.1)
+    sampler = Sampler(o, 3)
+    generator = np.random.default_rng(0)
+    zipf = -1.1 * np.log(np.arange(1, 2001))
+    surprises = []
+    for position in range(600):
+        row = (zipf + generator.normal(size=2000) * 0.1).astype(np.float32)
+        token = sampler.choose(row.copy(), [], position)
+        surprises.append((log_sum_exp(row) - float(row[token])) / math.log(2))
+    # The surprise that is steered is that among the tokens left; the model's own is larger by what was cut off.
+    assert sampler._mirostat is not None
+    mu = sampler._mirostat._mu
+    steered = [tau + (a - b) / 0.1 for a, b in pairwise(mu[100:])]
+    assert sum(steered) / len(steered) == pytest.approx(tau, abs=0.25)
+    assert sum(surprises) / len(surprises) < tau + 2.5
+
+
+def test_mirostat_takes_back() -> None:
+    """What is drawn after tokens were taken back is what would have been drawn without them."""
+    o = Sampling(temperature=1.0, mirostat=2)
+    row = (np.random.default_rng(0).normal(size=500) * 2).astype(np.float32)
+    once, twice = Sampler(o, 1), Sampler(o, 1)
+    for p in range(5):
+        once.choose(row.copy(), [], p)
+        twice.choose(row.copy(), [], p)
+    for p in range(5, 8):
+        twice.choose(row.copy(), [], p)
+    twice.take_back(3)
+    assert [once.choose(row.copy(), [], p) for p in range(5, 20)] == [twice.choose(row.copy(), [], p) for p in range(5, 20)]
+
+
+def test_ignore_eos() -> None:
+    row = np.array([0.0, 9.0, 5.0], np.float32)
+    assert Sampler(Sampling(temperature=0), 0, eog_ids=[1]).choose(row.copy(), [], 0) == 1
+    assert Sampler(Sampling(temperature=0, ignore_eos=True), 0, eog_ids=[1]).choose(row.copy(), [], 0) == 2
