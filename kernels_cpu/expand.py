@@ -29,7 +29,7 @@ from localrun.kernels_cpu.tiles_table import decoder
 
 @numba.njit
 def _spread(quants: Any, scale: Any, low: int, high: int) -> None:
-    """Writes the low and the high bytes of quant * scale, 4 k-values of 16 rows. quants: bytes as i16x32; scale: i16x32, one value a pair."""
+    """Low and high bytes of quant * scale to memory, 4 k-values of 16 rows. quants: bytes as i16x32; scale: i16x32, one value a pair."""
     even = (quants & 255) * scale
     odd = ((quants >> 8) & 255) * scale
     store(low, (even & 255) | (odd << 8))

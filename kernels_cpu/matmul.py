@@ -22,7 +22,7 @@ from localrun.kernels_cpu.activations import MANY, META, SUPER
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import PACKINGS, group_packer
+from localrun.kernels_cpu.pack import AHEAD, PACKINGS, group_packer
 from localrun.kernels_cpu.simd import (
     bits_f32,
     bytes_of,
@@ -58,8 +58,6 @@ from localrun.kernels_cpu.tiles_table import table_tile
 
 PANEL = 1 << 20
 """Bytes of activations that are worked on together."""
-AHEAD = 2048
-"""How far before their use weights are fetched, bytes: hardware prefetching alone leaves a fifth of the memory's speed unused."""
 
 # ---- tiles of kind '256' ------------------------------------------------------------------------------------------------------
 

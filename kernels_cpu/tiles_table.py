@@ -12,6 +12,7 @@ import numba
 from localrun.kernels_cpu.activations import META, SUPER
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, Octets
+from localrun.kernels_cpu.pack import AHEAD
 from localrun.kernels_cpu.simd import (
     bits_f32,
     f16_to_f32,
@@ -20,6 +21,7 @@ from localrun.kernels_cpu.simd import (
     load_i8x32,
     load_i16x16,
     load_u8x64,
+    prefetch,
     sar,
     splat_i32,
     tile_fma,
@@ -124,11 +126,14 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
     sums, with_min = 288 if o.sub == 16 else 264, o.minimum is not None
     offset, factor = o.offset, o.factor
     d_at = quants + size * (2 if with_min else 1)
+    lines = step // 64
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
+            if tokens <= 2:
+                prefetch(w + AHEAD, lines)
             total = zeros_i32(tokens)
             offsets = zeros_i32(tokens)
             for pair in range(size // 32):
@@ -173,6 +178,7 @@ def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
     quants, scales, halves = o.quants, o.scales, o.sub == 16
     scale = block_scale(o.name)
     first_at = 20 if halves else OFFSET_AT[o.offset]
+    lines = quants // 64
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
@@ -180,6 +186,8 @@ def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
         u = w + n * quants
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
+            if tokens <= 2:
+                prefetch(w + AHEAD, lines)
             first = tile_splat_i32(acc, meta + first_at, stride)
             second = tile_splat_i32(acc, meta + 24, stride)
             for g in range(4):
