@@ -3,7 +3,7 @@ file say; opens no file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -27,36 +27,16 @@ class FileFacts:
     long_arrays: frozenset[str] = frozenset()
     parameter_count: int = 0
     chat_template: str | None = None
+    """The file's own."""
+    capabilities: tuple[str, ...] = ("completion",)
+    """With the template that holds: completion or embedding, tools, thinking, insert."""
+    fill: Callable[[str, str], str] | None = None
+    """Where it has `insert`: makes the prompt of a text before and a text after."""
     tensors: Sequence[Mapping[str, Any]] = field(default=())
 
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
-
-
-def capabilities(facts: FileFacts, template: str | None) -> list[str]:
-    """What a model can do, as far as its file and its template tell: completion or embedding, tools, insert, thinking.
-
-    template: the Modelfile's, or None for the file's own.
-    """
-    if any(key.endswith(".pooling_type") for key in facts.metadata):
-        return ["embedding"]
-    found = ["completion"]
-    text = template if template is not None else facts.chat_template or ""
-    found += template_capabilities(text)
-    if "tokenizer.ggml.fim_pre_token_id" in facts.metadata or "tokenizer.ggml.prefix_token_id" in facts.metadata:
-        found.append("insert")
-    return found
-
-
-def template_capabilities(template: str) -> list[str]:
-    """tools and thinking, by what a Jinja template mentions."""
-    found = []
-    if "tools" in template or "tool_call" in template:
-        found.append("tools")
-    if "<think>" in template or "enable_thinking" in template or "reasoning_content" in template or ".thinking" in template:
-        found.append("thinking")
-    return found
 
 
 def details(stored: StoredModel) -> dict[str, Any]:
@@ -109,7 +89,6 @@ def show_reply(
     stored: StoredModel,
     facts: FileFacts,
     *,
-    can: Sequence[str],
     verbose: bool,
     system: str | None,
     template: str | None,
@@ -128,7 +107,7 @@ def show_reply(
         "template": shown_template,
         "details": details(stored),
         "model_info": info,
-        "capabilities": list(can),
+        "capabilities": list(facts.capabilities),
         "modified_at": timestamp(stored.modified_at),
     }
     if system:

@@ -55,19 +55,22 @@ def generate_request(body: GenerateBody, model: ModelDefaults, request_id: str) 
     """One prompt. With MESSAGEs in the Modelfile it becomes a conversation that starts with them, unless `context` goes on from an
     earlier answer. Raises BadRequest or Unsupported for options and for what the model cannot do."""
     _check_capabilities(body, model)
-    if body.suffix and "insert" not in model.capabilities:
-        raise Unsupported(f"{model.name} does not support insert", param="suffix")
+    prompt, raw = body.prompt, body.raw
+    if body.suffix:
+        if model.fill is None:
+            raise Unsupported(f"{model.name} does not support insert", param="suffix")
+        prompt, raw = model.fill(body.prompt, body.suffix), True
     system = body.system if body.system is not None else model.system
     conversation = None
-    if model.messages and not body.raw and not body.context:
+    if model.messages and not raw and not body.context:
         conversation = [*_system(system), *model.messages, Message(role="user", content=body.prompt)]
     return Generate(
         request_id=request_id,
-        prompt=body.prompt if conversation is None else None,
+        prompt=prompt if conversation is None else None,
         messages=conversation,
-        system=system if conversation is None and not body.raw else None,
+        system=system if conversation is None and not raw else None,
         template=body.template or model.template,
-        raw=body.raw,
+        raw=raw,
         context=body.context,
         **_shared(body, model),
     )

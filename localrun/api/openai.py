@@ -73,14 +73,22 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
 def completion_requests(body: CompletionBody, model: ModelDefaults, request_id: str) -> list[Generate]:
     """One `Generate` for each answer to each prompt, prompts first. Raises as `chat_requests`."""
     _require_completion(model, "completion")
-    if body.suffix:
+    if body.suffix and model.fill is None:
         raise Unsupported(f"{model.name} does not support insert", param="suffix")
     if body.echo:
         raise Unsupported('"echo" is not supported', param="echo")
-    prompts = [{"prompt_tokens": p} if isinstance(p, list) else {"prompt": p} for p in prompts_of(body)]
+    prompts = [_completion_prompt(prompt, body.suffix or "", model) for prompt in prompts_of(body)]
     return _numbered(
         body, model, prompts, request_id, max_tokens=most_tokens(body.max_tokens, body, model), raw=True, logprobs=body.logprobs
     )
+
+
+def _completion_prompt(prompt: str | list[int], suffix: str, model: ModelDefaults) -> dict[str, Any]:
+    if isinstance(prompt, list):
+        if suffix:
+            raise Unsupported('"suffix" with token ids is not supported; send the prompt as text', param="suffix")
+        return {"prompt_tokens": prompt}
+    return {"prompt": model.fill(prompt, suffix) if suffix and model.fill else prompt}
 
 
 def most_tokens(asked: int | None, body: Common, model: ModelDefaults) -> int:

@@ -7,7 +7,7 @@ strings add up. Knows no dialect's body.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,6 +102,8 @@ class ModelDefaults:
     """Its Modelfile's Jinja source, which replaces the file's own."""
     messages: tuple[Message, ...] = ()
     capabilities: frozenset[str] = frozenset({"completion"})
+    fill: Callable[[str, str], str] | None = None
+    """Makes the prompt of a text before and a text after, where it can fill in the middle."""
     num_ctx: int = 0
     """The daemon's setting; 0: none."""
 

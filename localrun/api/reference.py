@@ -39,7 +39,6 @@ Nothing depends on the request's content type.
 - Final objects carry `seed`, `cached_prompt_eval_count`, `queue_duration` and `first_token_duration` too; on `/v1`, `usage` has
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
-- Templates are Jinja. A model whose stored template is Go's is rendered with the template in its GGUF file.
 
 ## Errors
 

@@ -64,7 +64,7 @@ class GenerateBody(Inference):
     prompt: str = honoured("", "What to answer.")
     suffix: str = honoured("", "Text after the answer; the model fills in the middle.")
     system: str | None = honoured(None, "System message in place of the model's own.")
-    template: str | None = honoured(None, "Jinja chat template in place of the model's own.")
+    template: str | None = honoured(None, "Chat template, in Jinja or Go's language, in place of the model's own.")
     context: list[int] = honoured([], "Tokens that the final object of an earlier answer carried; they come before the prompt.")
     raw: bool = honoured(False, "The prompt goes to the model as it is, without any template.")
     images: list[str] = refused("Pictures: no model here sees.", harmless=([],))
@@ -118,7 +118,7 @@ class PullBody(ModelBody):
     """POST /api/pull."""
 
     stream: bool = honoured(True, "Send progress, one JSON object a line; false: one object at the end.")
-    insecure: bool = refused("Transfers without a verified certificate.", harmless=(False,))
+    insecure: bool = honoured(False, "Accept plain HTTP, for a name that begins with http://.")
     username: str = accepted("", "Without effect, as in Ollama.")
     password: str = accepted("", "Without effect, as in Ollama.")
 
@@ -139,7 +139,7 @@ class CreateBody(ModelBody):
 
     from_: str = honoured("", "Name of the model to start from, or path of a GGUF file on this machine.", alias="from")
     files: dict[str, str] = honoured({}, "File name to digest of a blob sent before.")
-    template: str | None = honoured(None, "Jinja chat template.")
+    template: str | None = honoured(None, "Chat template, in Jinja or Go's language.")
     system: str | None = honoured(None, "System message.")
     license: str | list[str] = honoured([], "License text, or several.")
     parameters: dict[str, Any] = honoured({}, "Options that hold for every request unless it says otherwise.")

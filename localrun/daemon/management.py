@@ -99,10 +99,9 @@ async def ps(x: Exchange, body: None) -> None:
 async def show(x: Exchange, body: ShowBody) -> None:
     """POST /api/show."""
     stored = await _stored(x, _name(body))
-    facts = await x.services.facts(stored)
+    facts = await x.services.facts(stored, body.template)
     arrays = await x.services.in_thread(lambda: read_long_arrays(stored)) if body.verbose else {}
-    can = models.capabilities(facts, body.template or stored.template)
-    await x.json(models.show_reply(stored, facts, can=can, verbose=body.verbose, system=body.system, template=body.template, arrays=arrays))
+    await x.json(models.show_reply(stored, facts, verbose=body.verbose, system=body.system, template=body.template, arrays=arrays))
 
 
 async def v1_models(x: Exchange, body: None) -> None:
@@ -123,7 +122,7 @@ async def pull(x: Exchange, body: PullBody) -> None:
     """POST /api/pull."""
     name = _name(body)
     Name.parse(name)
-    await transfer(x, body.stream, lambda progress, cancelled: x.services.store.pull(name, progress, cancelled))
+    await transfer(x, body.stream, lambda progress, cancelled: x.services.store.pull(name, progress, cancelled, insecure=body.insecure))
 
 
 async def create(x: Exchange, body: CreateBody) -> None:
@@ -360,6 +359,6 @@ async def _stored(x: Exchange, name: str) -> StoredModel:
 
 async def _capabilities(x: Exchange, stored: StoredModel) -> list[str]:
     try:
-        return models.capabilities(await x.services.facts(stored), stored.template)
+        return list((await x.services.facts(stored)).capabilities)
     except LocalrunError:
         return []  # the list must not fail for one bad file; show and run say what is wrong with it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from localrun.api.models import LONGEST_ARRAY, FileFacts, capabilities
+from localrun.api.infill import infill_of
+from localrun.api.models import LONGEST_ARRAY, FileFacts
 from localrun.api.options import ModelDefaults, model_options
 from localrun.daemon.loader import Loader, Wanted
 from localrun.daemon.metrics import Metrics
 from localrun.errors import ModelFileRejected
 from localrun.messages import Message, ToolCall
 from localrun.models.errors import ModelFileError
-from localrun.models.gguf import open_gguf
+from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.settings import Settings
 from localrun.store import Store, StoredModel
-from localrun.store.create import is_go_template
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ class Services:
         loader.on_loaded = self.metrics.load_took
         self.metrics.watch(lambda: sum(one.loaded is not None for one in loader.residents()))
         self.closing = threading.Event()
-        self._facts: dict[str, FileFacts] = {}
+        self._facts: dict[tuple[str, str | None], FileFacts] = {}
         self._short = ThreadPoolExecutor(8, thread_name_prefix="files")
         self._long = ThreadPoolExecutor(LONG_JOBS, thread_name_prefix="transfers")
 
@@ -66,28 +67,30 @@ class Services:
         """The model of that name. Raises what Store.get raises."""
         return await self.in_thread(lambda: self.store.get(name))
 
-    async def facts(self, stored: StoredModel) -> FileFacts:
-        """What the model's file says of itself, read once. Raises ModelFileRejected."""
-        known = self._facts.get(stored.model_digest)
+    async def facts(self, stored: StoredModel, template: str | None = None) -> FileFacts:
+        """What the model's file says of itself, and can do with the template that holds, read once. Raises ModelFileRejected.
+
+        template: in place of the Modelfile's.
+        """
+        override = template if template is not None else stored.template
+        key = (stored.model_digest, override)
+        known = self._facts.get(key)
         if known is None:
-            known = await self.in_thread(lambda: read_facts(stored))
-            self._facts[stored.model_digest] = known
+            known = await self.in_thread(lambda: read_facts(stored, override))
+            self._facts[key] = known
         return known
 
     async def defaults(self, stored: StoredModel, asked_for: str) -> ModelDefaults:
         """What the stored model brings to a request that called it `asked_for`. Raises ModelFileRejected."""
         facts = await self.facts(stored)
-        template = stored.template
-        if template is not None and facts.chat_template and is_go_template(template):
-            # A model of Ollama's: its template is Go's, and the file carries the one that its authors wrote.
-            template = None
         return ModelDefaults(
             name=asked_for,
             params=stored.params,
             system=stored.system,
-            template=template,
+            template=stored.template,
             messages=tuple(_message(one) for one in stored.messages),
-            capabilities=frozenset(capabilities(facts, template)),
+            capabilities=frozenset(facts.capabilities),
+            fill=facts.fill,
             num_ctx=self.settings.context_length,
         )
 
@@ -105,21 +108,43 @@ def wanted(stored: StoredModel, num_thread: int | None) -> Wanted:
     return Wanted(name=stored.name, path=stored.model_path, digest=stored.model_digest, num_thread=threads)
 
 
-def read_facts(stored: StoredModel) -> FileFacts:
-    """Opens the file. Raises ModelFileRejected."""
+def read_facts(stored: StoredModel, override: str | None) -> FileFacts:
+    """Opens the file. override: the template in place of its own. Raises ModelFileRejected."""
     try:
         with open_gguf(stored.model_path) as gguf:
             long = {key for key, value in gguf.metadata.items() if isinstance(value, list) and len(value) > LONGEST_ARRAY}
             template = gguf.metadata.get("tokenizer.chat_template")
+            can, fill = _abilities(gguf, override)
             return FileFacts(
                 metadata={key: value for key, value in gguf.metadata.items() if key not in long},
                 long_arrays=frozenset(long),
-                parameter_count=sum(_product(tensor.shape) for tensor in gguf.tensors.values()),
+                parameter_count=sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
                 chat_template=template if isinstance(template, str) else None,
+                capabilities=can,
+                fill=fill,
                 tensors=[{"name": name, "type": tensor.type, "shape": list(tensor.shape)} for name, tensor in gguf.tensors.items()],
             )
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
+
+
+def _abilities(gguf: GGUFFile, override: str | None) -> tuple[tuple[str, ...], Callable[[str, str], str] | None]:
+    """What a model can do, and how a text is filled into the middle. The import is here: it brings the template language."""
+    from localrun.text.gochat import GoChatTemplate
+    from localrun.text.template import TemplateError, chat_template_for
+
+    if any(key.endswith(".pooling_type") for key in gguf.metadata):
+        return ("embedding",), None
+    infill = infill_of(gguf.metadata)
+    fill: Callable[[str, str], str] | None = infill.fill if infill else None
+    try:
+        template = chat_template_for(gguf, override)
+    except TemplateError:
+        return ("completion", *(["insert"] if fill else [])), fill  # whoever chats with it is told what is wrong
+    if isinstance(template, GoChatTemplate) and template.supports_suffix:
+        fill = template.fill
+    found = {"tools": template.supports_tools, "thinking": template.supports_thinking, "insert": fill is not None}
+    return ("completion", *(name for name, has in found.items() if has)), fill
 
 
 def read_long_arrays(stored: StoredModel) -> dict[str, Any]:
@@ -129,13 +154,6 @@ def read_long_arrays(stored: StoredModel) -> dict[str, Any]:
             return {key: list(value) for key, value in gguf.metadata.items() if isinstance(value, list) and len(value) > LONGEST_ARRAY}
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _message(stored: dict[str, Any]) -> Message:

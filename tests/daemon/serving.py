@@ -29,18 +29,16 @@ THINK_TEMPLATE = CHATML + "{% if enable_thinking %}<think>{% endif %}"
 
 
 def tiny_gguf(template: str = CHATML, keys: dict[str, tuple[str, Any]] | None = None) -> bytes:
-    """A file with nothing but a header: what a fake runner is told to load, and what show and tags tell of."""
-    return Builder(
-        keys=[
-            ("general.architecture", "string", "llama"),
-            ("general.name", "string", "tiny"),
-            ("llama.context_length", "uint32", 4096),
-            ("llama.embedding_length", "uint32", 64),
-            ("tokenizer.ggml.tokens", "array[string]", [f"t{i}" for i in range(40)]),
-            ("tokenizer.chat_template", "string", template),
-            *[(name, kind, content) for name, (kind, content) in (keys or {}).items()],
-        ]
-    ).bytes()
+    """A file with nothing but a header: what a fake runner is told to load, and what show tells of. keys: more of them, or others."""
+    own: dict[str, tuple[str, Any]] = {
+        "general.architecture": ("string", "llama"),
+        "general.name": ("string", "tiny"),
+        "llama.context_length": ("uint32", 4096),
+        "llama.embedding_length": ("uint32", 64),
+        "tokenizer.ggml.tokens": ("array[string]", [f"t{i}" for i in range(40)]),
+        "tokenizer.chat_template": ("string", template),
+    }
+    return Builder(keys=[(name, kind, content) for name, (kind, content) in (own | (keys or {})).items()]).bytes()
 
 
 @dataclass

@@ -125,7 +125,7 @@ def test_ollama_create_from_a_file(native: ollama.Client, tmp_path: Path) -> Non
 
 
 def test_ollama_pull_of_what_nobody_has(native: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pull(store: Store, name: str, progress: Progress, cancelled: Cancelled) -> None:
+    def pull(store: Store, name: str, progress: Progress, cancelled: Cancelled, *, insecure: bool) -> None:
         progress(PullProgress("pulling manifest"))
         raise DownloadFailed("pull model manifest: file does not exist")
 

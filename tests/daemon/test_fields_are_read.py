@@ -149,9 +149,14 @@ def test_every_honoured_field_is_read(daemon: Daemon, monkeypatch: pytest.Monkey
             read.add((type(self).__name__, name))
         return plain(self, name)
 
-    daemon.add_model("able", serving.tiny_gguf(serving.TOOL_TEMPLATE + "<think>", keys={"tokenizer.ggml.fim_pre_token_id": ("uint32", 1)}))
+    daemon.add_model(
+        "able",
+        serving.tiny_gguf(
+            serving.TOOL_TEMPLATE + "<think>", {f"tokenizer.ggml.fim_{part}_token_id": ("uint32", 1) for part in ("pre", "suf", "mid")}
+        ),
+    )
     monkeypatch.setattr(Body, "__getattribute__", watching)
-    monkeypatch.setattr(type(daemon.store), "pull", lambda *anything: None)
+    monkeypatch.setattr(type(daemon.store), "pull", lambda *anything, **more: None)
     for method, path, body in REQUESTS:
         response = daemon.http.request(method, path, json=body)
         assert "unknown field" not in response.text and "is required" not in response.text, response.text

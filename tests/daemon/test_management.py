@@ -117,7 +117,7 @@ def test_an_upload_larger_than_what_may_wait(daemon: Daemon) -> None:
 def test_pull_reports_and_stops_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
 
-    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool]) -> None:
+    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], *, insecure: bool) -> None:
         progress(PullProgress("pulling manifest"))
         done = 0
         while not cancelled():
@@ -138,7 +138,7 @@ def test_pull_reports_and_stops_with_its_client(tmp_path: Path, monkeypatch: pyt
 
 
 def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool]) -> None:
+    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], *, insecure: bool) -> None:
         for status in ("pulling manifest", "verifying sha256 digest", "writing manifest", "success"):
             progress(PullProgress(status))
 
@@ -148,7 +148,6 @@ def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert [line["status"] for line in running.lines("/api/pull", {"name": "x"})][-1] == "success"
         assert running.http.post("/api/pull", json={}).json() == {"error": "model is required"}
         assert running.http.post("/api/pull", json={"model": "../x"}).status_code == 400
-        assert running.http.post("/api/pull", json={"model": "x", "insecure": True}).status_code == 400
 
 
 # ---- create -------------------------------------------------------------------------------------------------------------------
@@ -199,7 +198,22 @@ def test_create_refuses_what_it_cannot_do() -> None:
             spec(from_="base", local=True, **{field: {"a": "b"} if field in ("adapters", "info", "draft_files") else "q4_0"})
 
 
-def test_a_go_template_gives_way_to_the_files_own(daemon: Daemon) -> None:
-    daemon.add_model("theirs", template="{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}")
-    body = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "stream": False}
-    assert daemon.http.post("/api/chat", json=body).json()["message"]["content"] == 'You said "hi".'
+def test_a_go_template_is_a_template(daemon: Daemon) -> None:
+    template = "{{ if .Suffix }}<P>{{ .Prompt }}<S>{{ .Suffix }}<M>{{ else }}{{ .Prompt }}{{ end }}{{ .Response }}"
+    daemon.add_model("theirs", template=template)
+    assert daemon.http.post("/api/show", json={"model": "theirs"}).json()["capabilities"] == ["completion", "insert"]
+    body = {"model": "theirs", "prompt": "a", "suffix": "b", "_debug_render_only": True}
+    assert daemon.http.post("/api/generate", json=body).json()["_debug_info"]["rendered_template"] == "<P>a<S>b<M>"
+
+
+def test_filling_in_the_middle(daemon: Daemon) -> None:
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    daemon.add_model("coder", serving.tiny_gguf(keys={"tokenizer.ggml.tokens": ("array[string]", [*"abc", *marks])}))
+    assert "insert" in daemon.http.post("/api/show", json={"model": "coder"}).json()["capabilities"]
+    body = {"model": "coder", "prompt": "def f():", "suffix": "return 1", "_debug_render_only": True}
+    rendered = daemon.http.post("/api/generate", json=body).json()["_debug_info"]["rendered_template"]
+    assert rendered == "<|fim_prefix|>def f():<|fim_suffix|>return 1<|fim_middle|>"
+    completion = {"model": "coder", "prompt": "def f():", "suffix": "return 1", "max_tokens": 1}
+    assert daemon.http.post("/v1/completions", json=completion).status_code == 200
+    tokens = daemon.http.post("/v1/completions", json=completion | {"prompt": [1, 2]})
+    assert tokens.status_code == 400 and tokens.json()["error"]["param"] == "suffix"
