@@ -1,7 +1,7 @@
 """Whole models against reference logits: tiny random ones of every variant of the architectures that are known here.
 
-Files with F32 weights are compared with the reference's numbers; quantized ones, whose activations are rounded to 8 bits, must stay as close to the
-same weights in F32 as the reference's own quantized run does. However a prompt is cut, the bits must not change.
+Files with F32 weights are compared with the reference's numbers; quantized ones, whose activations are rounded to 8 bits, must stay as
+close to the same weights in F32 as the reference's own quantized run does. However a prompt is cut, the bits must not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MAX_DIFFERENCE = 1e-3
 CLEAR_MARGIN = 0.01
 """Where the reference's best two logits differ by more, the best must be the same."""
 MOST_EXTRA_NOISE = 2.0
-"""Of one quantized file: mean squared error against the same weights in F32, over the reference's own. Few rows: the ratio itself is noisy."""
+"""Of one quantized file: mean squared error against the same weights in F32, over the reference's own. Few rows: the ratio itself is
+noisy."""
 MOST_EXTRA_NOISE_OVER_ALL = 1.15
 """The same as the geometric mean over all files."""
 SAME_WEIGHTS = 1e-6
@@ -229,6 +230,18 @@ def test_no_setting_of_speed_changes_a_bit(name: str, variant: str, options: dic
     finally:
         model.close()
     assert np.array_equal(got.view(np.uint32), answers(name, variant)["whole"].view(np.uint32))
+
+
+def test_threads_that_are_put_to_sleep_in_the_middle_change_no_bit() -> None:
+    """Far more threads than cores: some always lose their core while they hold work, at every place of the program."""
+    ref = reference_of("llama-k", "q4_K")
+    model = load("llama-k", "q4_K", n_threads=8)
+    try:
+        for _ in range(10):
+            got = logits(model, ref.tokens, [20, 24, 1, 1, 1, 1])
+            assert np.array_equal(got.view(np.uint32), answers("llama-k", "q4_K")["whole"].view(np.uint32))
+    finally:
+        model.close()
 
 
 @pytest.mark.parametrize(("name", "variant"), [("llama", "q8_0"), ("gemma3", "q4_0")])
