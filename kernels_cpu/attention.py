@@ -1,14 +1,9 @@
-"""KV cache in blocks, and attention over them.
+"""Attention over the blocks of the KV cache (kv.py).
 
-A pool block holds BLOCK = 16 successive positions of one sequence for all layers. Inside it each layer has, at its own offset,
-
-    K  [kv head][dim][16 positions]      one load gives 16 keys' values of one dimension: scores need no horizontal sum
-    V  [kv head][16 positions][dim, room up to 16]
-
-float16 or float32. Attention is the online softmax of Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022), in steps of 64
-positions; parts of PART positions are computed from scratch and merged in order. Step and part borders lie at multiples of their sizes whatever the
-batch, so a row's bits do not depend on how its prompt was cut or what else is computed beside it. K and V are read once for all query
-heads of a group and for up to TILE_ROWS rows.
+Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) in steps of 64 positions. Parts of PART positions are computed from scratch and
+merged in order, by one thread or by several. Step and part borders lie at multiples of their sizes whatever the batch, so a row's bits depend neither on
+how its prompt was cut, nor on what is computed beside it, nor on the number of threads. K and V are read once for QUERIES query vectors: all heads of a group,
+for as many of up to TILE_ROWS successive rows of a sequence as fit.
 """
 
 from __future__ import annotations
@@ -20,21 +15,20 @@ import numba
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.elementwise import _prepare
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.kv import BLOCK, Codec, head_bytes, room
 from localrun.kernels_cpu.math import tanh, vexp
 from localrun.kernels_cpu.simd import (
-    f16_to_f32,
     f32_from_bits,
     fma,
     lanes_below,
-    load_f16x16,
     load_f32,
     load_f32x16,
     load_i32,
     load_i64,
     max_f32,
+    prefetch,
     splat_f32,
     store,
-    store_f16,
     store_scalar,
     sum_f32,
     tile_fma,
@@ -46,7 +40,6 @@ from localrun.kernels_cpu.simd import (
     zeros_f32,
 )
 
-BLOCK = 16
 STEP = 64
 PART = 512
 TILE_ROWS = 8
@@ -55,52 +48,33 @@ QUERIES = 8
 MASKED = -1e30
 
 f = numba.float32
-KV_SIZES = {"f16": 2, "f32": 4}
+i64 = numba.int64
 
-
-def layer_block_bytes(n_kv: int, dim: int, dim_v: int, kv_type: str) -> int:
-    """Bytes one layer takes in a pool block."""
-    return n_kv * BLOCK * (dim + (dim_v + 15) // 16 * 16) * KV_SIZES[kv_type]
+# A thread's working memory: a frame of int64 words that say what the chunk works on, then the buffers they point to.
+TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP, Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE = range(0, 17 * 8, 8)
+FRAME = 192
 
 
 def scratch_bytes(dim: int, dim_v: int) -> int:
     """Scratch memory a thread needs for `attention`."""
-    wide = (dim_v + 15) // 16 * 16
-    return QUERIES * 4 * ((dim + 15) // 16 * 16 + STEP + 2 * wide + 8) + 64
+    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8)
 
 
-def _reader(kv_type: str) -> Any:
-    @numba.njit
-    def read(address: int) -> Any:
-        if kv_type == "f16":
-            return f16_to_f32(load_f16x16(address))
-        return load_f32x16(address)
-
-    return read
+def partial_bytes(n_heads: int, dim_v: int) -> int:
+    """Memory that one part of one row needs: per head 64 bytes of maximum and sum, then the unfinished output."""
+    return n_heads * (64 + room(dim_v) * 4)
 
 
-def _writer(kv_type: str) -> Any:
-    """(address, one float): writes it in the cache's type."""
-
-    @numba.njit
-    def write(address: int, value: Any) -> None:
-        if kv_type == "f16":
-            store_f16(address, value)
-        else:
-            store_scalar(address, value)
-
-    return write
-
-
-def rope_kv(isa: Isa, kv_type: str) -> Any:
+def rope_kv(isa: Isa, kv_type: str, dim: int, dim_v: int) -> Any:
     """Kernel, one row a chunk: norms and rotates the row's query and key heads, scales the queries, writes K and V into the row's block.
 
-    args: 0 q, 1 q stride, 2 k, 3 k stride, 4 v, 5 v stride, 6 query heads, 7 kv heads, 8 dim of q and k, 9 dim of v, 10 q norm weight (0: none),
-    11 k norm weight, 12 eps (float bits), 13 dimensions to rotate, 14 offset in the head of the angle table, 15 whether pairs are halves apart,
-    16 offset of the layer in a pool block, 17 scale of q (float bits).
+    args: 0 q, 1 q stride, 2 k, 3 k stride, 4 v, 5 v stride, 6 query heads, 7 kv heads, 8 q norm weight (0: none), 9 k norm weight, 10 eps (float bits),
+    11 dimensions to rotate, 12 offset in the head of the angle table, 13 whether pairs are halves apart, 14 offset of the layer in a pool block,
+    15 scale of q (float bits).
     """
-    size = KV_SIZES[kv_type]
-    write = _writer(kv_type)
+    codec = Codec(kv_type)
+    write_k, write_v = codec.write_k, codec.write_v
+    k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:
         q = load_i64(args) + t * load_i64(args + 8)
@@ -108,68 +82,72 @@ def rope_kv(isa: Isa, kv_type: str) -> Any:
         v = load_i64(args + 32) + t * load_i64(args + 40)
         n_heads = load_i64(args + 48)
         n_kv = load_i64(args + 56)
-        dim = load_i64(args + 64)
-        dim_v = load_i64(args + 72)
-        eps = f32_from_bits(load_i64(args + 96))
-        n_rot = load_i64(args + 104)
-        halves = load_i64(args + 120)
-        scale = f32_from_bits(load_i64(args + 136))
-        position = numba.int64(load_i32(load_i64(head + H.POSITIONS) + 4 * t))
-        table = load_i64(head + load_i64(args + 112)) + position * n_rot * 4
+        eps = f32_from_bits(load_i64(args + 80))
+        n_rot = load_i64(args + 88)
+        halves = load_i64(args + 104)
+        scale = f32_from_bits(load_i64(args + 120))
+        position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * t))
+        table = load_i64(head + load_i64(args + 96)) + position * n_rot * 4
         for h in range(n_heads):
-            _prepare(q + h * dim * 4, dim, load_i64(args + 80), eps, n_rot, table, halves)
+            _prepare(q + h * dim * 4, dim, load_i64(args + 64), eps, n_rot, table, halves)
         for i in range(n_heads * dim):
             store_scalar(q + i * 4, load_f32(q + i * 4) * scale)
-        block = numba.int64(load_i32(load_i64(load_i64(head + H.TABLES) + 8 * t) + 4 * (position >> 4)))
-        slot = position & 15
-        k_out = load_i64(head + H.KV) + block * load_i64(head + H.KV_BLOCK) + load_i64(args + 128)
-        v_out = k_out + n_kv * dim * BLOCK * size
-        wide = (dim_v + 15) & -16
+        block = i64(load_i32(load_i64(load_i64(head + H.TABLES) + 8 * t) + 4 * (position >> 4)))
+        layer = load_i64(head + H.KV) + block * load_i64(head + H.KV_BLOCK) + load_i64(args + 112)
         for h in range(n_kv):
-            _prepare(k + h * dim * 4, dim, load_i64(args + 88), eps, n_rot, table, halves)
-            for i in range(dim):
-                write(k_out + ((h * dim + i) * BLOCK + slot) * size, load_f32(k + (h * dim + i) * 4))
-            for i in range(dim_v):
-                write(v_out + ((h * BLOCK + slot) * wide + i) * size, load_f32(v + (h * dim_v + i) * 4))
+            _prepare(k + h * dim * 4, dim, load_i64(args + 72), eps, n_rot, table, halves)
+            write_k(layer + h * k_bytes, position & 15, k + h * dim * 4, dim)
+            write_v(layer + n_kv * k_bytes + h * v_bytes, position & 15, v + h * dim_v * 4, dim_v)
 
     return kernel
 
 
-def _step(kv_type: str, queries: int, soft_cap: bool) -> Any:
-    """One step of 64 positions for `queries` query vectors. State in scratch: q, scores, out (o), then m and l."""
-    read = _reader(kv_type)
-    size = KV_SIZES[kv_type]
+# ---- one step of 64 positions --------------------------------------------------------------------------------------------------
+
+
+def _scores(codec: Codec, queries: int) -> Any:
+    """Scores of 64 keys, 16 at a time, into the frame's SCORES."""
+    dot_k = codec.dot_k
 
     @numba.njit
-    def step(
-        q: int, q_bytes: int, scores: int, o: int, o_bytes: int, m: int, positions: int, first: int, last: int, window: int, table: int,
-        pool: int, pool_block: int, k_offset: int, v_offset: int, dim: int, wide: int, cap: Any
-    ) -> None:
-        # 1) scores of 64 keys, 16 at a time
+    def scores(frame: int, first: int) -> None:
+        keys = load_i64(frame + POOL) + load_i64(frame + K_OFFSET)
         for b in range(4):
-            start = first + b * BLOCK
             acc = zeros_f32(queries)
-            if start <= last:
-                keys = pool + numba.int64(load_i32(table + 4 * (start >> 4))) * pool_block + k_offset
-                for d in range(dim):
-                    acc = tile_fma(acc, read(keys + d * BLOCK * size), tile_splat_f32(acc, q + d * 4, q_bytes))
-            tile_store_all(acc, scores + b * 64, 256)
-        # 2) mask, running maximum and sum
+            start = first + b * BLOCK
+            if start <= load_i64(frame + LAST):
+                block = i64(load_i32(load_i64(frame + TABLE) + 4 * (start >> 4)))
+                acc = dot_k(keys + block * load_i64(frame + POOL_BLOCK), load_i64(frame + DIM), load_i64(frame + Q), load_i64(frame + Q_BYTES), acc)
+            tile_store_all(acc, load_i64(frame + SCORES) + b * 64, 256)
+
+    return scores
+
+
+def _softmax(queries: int, soft_cap: bool) -> Any:
+    """Masks the scores, moves maximum and sum on, turns scores into weights, fades the output so far."""
+
+    @numba.njit
+    def softmax(frame: int, first: int) -> None:
+        cap = splat_f32(f32_from_bits(load_i64(frame + CAP)))
+        window = load_i64(frame + WINDOW)
+        vectors = load_i64(frame + WIDE) >> 4
         for i in range(queries):
-            row = scores + i * 256
-            position = load_i64(positions + 8 * i)
+            row = load_i64(frame + SCORES) + i * 256
+            state = load_i64(frame + STATE) + i * 8
+            out = load_i64(frame + OUT) + i * vectors * 64
+            position = load_i64(load_i64(frame + POSITIONS) + 8 * i)
             peak = splat_f32(f(MASKED))
             for b in range(4):
                 s = load_f32x16(row + b * 64)
                 if soft_cap:
-                    s = tanh(s / splat_f32(cap)) * splat_f32(cap)
+                    s = tanh(s / cap) * cap
                 start = first + b * BLOCK
                 s = where(lanes_below(position + 1 - start), s, splat_f32(f(MASKED)))
                 if window > 0:
                     s = where(lanes_below(position + 1 - window - start), splat_f32(f(MASKED)), s)
                 store(row + b * 64, s)
                 peak = vmax(peak, s)
-            old = load_f32(m + i * 8)
+            old = load_f32(state)
             new = max(old, max_f32(peak))
             total = splat_f32(f(0.0))
             for b in range(4):
@@ -177,127 +155,254 @@ def _step(kv_type: str, queries: int, soft_cap: bool) -> Any:
                 store(row + b * 64, p)
                 total = total + p
             fade = vexp(splat_f32(old - new))
-            store_scalar(m + i * 8, new)
-            faded = max_f32(fade)
-            store_scalar(m + i * 8 + 4, fma(load_f32(m + i * 8 + 4), faded, sum_f32(total)))
-            for d in range(wide >> 4):
-                store(o + i * o_bytes + d * 64, load_f32x16(o + i * o_bytes + d * 64) * fade)
-        # 3) values weighted by the probabilities
-        n_keys = min(last + 1 - first, STEP)
-        for d in range(wide >> 4):
-            acc = tile_load(zeros_f32(queries), o + d * 64, o_bytes)
-            for b in range((n_keys + 15) >> 4):
-                values = pool + numba.int64(load_i32(table + 4 * ((first >> 4) + b))) * pool_block + v_offset + d * 16 * size
-                for i in range(min(n_keys - b * 16, 16)):
-                    acc = tile_fma(acc, read(values + i * wide * size), tile_splat_f32(acc, scores + (b * 16 + i) * 4, 256))
-            tile_store_all(acc, o + d * 64, o_bytes)
+            store_scalar(state, new)
+            store_scalar(state + 4, fma(load_f32(state + 4), max_f32(fade), sum_f32(total)))
+            for d in range(vectors):
+                store(out + d * 64, load_f32x16(out + d * 64) * fade)
 
-    return step
+    return softmax
 
 
-def attention(isa: Isa, kv_type: str, soft_cap: int) -> Any:
-    """Kernel: a chunk is one kv head of one tile of rows: softmax(q k) v for all query heads of the group.
-
-    args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 dim, 5 dim of v, 6 out float32, 7 out stride, 8 offset of the layer in a pool block,
-    9 window (0: all positions), 10 soft cap (float bits), 11 scratch, 12 scratch bytes a thread, 13 sinks float32 a head (0: none).
-    """
-    step1, step2, step4, step8 = (_step(kv_type, n, bool(soft_cap)) for n in (1, 2, 4, 8))
-    size = KV_SIZES[kv_type]
+def _values(codec: Codec, queries: int) -> Any:
+    """Adds the values, weighted, to the frame's OUT."""
+    read_v = codec.read_v
 
     @numba.njit
-    def part(queries: int, q: int, q_bytes: int, scores: int, o: int, o_bytes: int, m: int, positions: int, low: int, high: int, last: int,
-             window: int, table: int, pool: int, pool_block: int, k_offset: int, v_offset: int, dim: int, wide: int, cap: Any) -> None:
-        first = low
-        while first < high:
+    def values(frame: int, first: int) -> None:
+        pool = load_i64(frame + POOL) + load_i64(frame + V_OFFSET)
+        wide = load_i64(frame + WIDE)
+        n_keys = min(load_i64(frame + LAST) + 1 - first, STEP)
+        for d in range(0, wide, 16):
+            acc = tile_load(zeros_f32(queries), load_i64(frame + OUT) + d * 4, wide * 4)
+            for b in range((n_keys + 15) >> 4):
+                part = pool + i64(load_i32(load_i64(frame + TABLE) + 4 * ((first >> 4) + b))) * load_i64(frame + POOL_BLOCK)
+                weights = load_i64(frame + SCORES) + b * 64
+                for i in range(min(n_keys - b * 16, 16)):
+                    acc = tile_fma(acc, read_v(part, i, d, wide), tile_splat_f32(acc, weights + i * 4, 256))
+            tile_store_all(acc, load_i64(frame + OUT) + d * 4, wide * 4)
+
+    return values
+
+
+def _fetch(kv_type: str) -> Any:
+    """Asks for the values of this step and the keys of the next: blocks lie apart, so hardware prefetching does not see them coming."""
+
+    @numba.njit
+    def fetch(offset: int, nbytes: int, frame: int, first: int) -> None:
+        for b in range(4):
+            start = first + b * BLOCK
+            if start <= load_i64(frame + LAST):
+                block = i64(load_i32(load_i64(frame + TABLE) + 4 * (start >> 4)))
+                at = load_i64(frame + POOL) + block * load_i64(frame + POOL_BLOCK) + offset
+                for line in range(0, nbytes, 64):
+                    prefetch(at + line, 1)
+
+    @numba.njit
+    def both(frame: int, first: int, k_bytes: int, v_bytes: int) -> None:
+        fetch(load_i64(frame + V_OFFSET), v_bytes, frame, first)
+        fetch(load_i64(frame + K_OFFSET), k_bytes, frame, first + STEP)
+
+    return both
+
+
+def _stepper(kv_type: str, soft_cap: bool, k_bytes: int, v_bytes: int) -> Any:
+    """A compiled function (frame, queries, first, end): all steps from `first` on, before `end`."""
+    codec = Codec(kv_type)
+    steps = [(_scores(codec, n), _softmax(n, soft_cap), _values(codec, n)) for n in (1, 2, 4, 8)]
+    (s1, m1, v1), (s2, m2, v2), (s4, m4, v4), (s8, m8, v8) = steps
+    fetch = _fetch(kv_type)
+
+    @numba.njit
+    def run(frame: int, queries: int, first: int, end: int) -> None:
+        while first < end:
+            if load_i64(frame + ALONE):
+                fetch(frame, first, k_bytes, v_bytes)
             if queries > 4:
-                step8(q, q_bytes, scores, o, o_bytes, m, positions, first, last, window, table, pool, pool_block, k_offset, v_offset, dim, wide, cap)
+                s8(frame, first)
+                m8(frame, first)
+                v8(frame, first)
             elif queries > 2:
-                step4(q, q_bytes, scores, o, o_bytes, m, positions, first, last, window, table, pool, pool_block, k_offset, v_offset, dim, wide, cap)
+                s4(frame, first)
+                m4(frame, first)
+                v4(frame, first)
             elif queries > 1:
-                step2(q, q_bytes, scores, o, o_bytes, m, positions, first, last, window, table, pool, pool_block, k_offset, v_offset, dim, wide, cap)
+                s2(frame, first)
+                m2(frame, first)
+                v2(frame, first)
             else:
-                step1(q, q_bytes, scores, o, o_bytes, m, positions, first, last, window, table, pool, pool_block, k_offset, v_offset, dim, wide, cap)
+                s1(frame, first)
+                m1(frame, first)
+                v1(frame, first)
             first += STEP
 
-    @numba.njit
-    def start(queries: int, o: int, o_bytes: int, m: int) -> None:
-        for i in range(queries):
-            store_scalar(m + i * 8, f(MASKED))
-            store_scalar(m + i * 8 + 4, f(0.0))
-            for d in range(o_bytes >> 6):
-                store(o + i * o_bytes + d * 64, splat_f32(f(0.0)))
+    return run
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------------------
+
+
+@numba.njit
+def _clear(queries: int, out: int, out_bytes: int, state: int) -> None:
+    """Nothing seen yet."""
+    for i in range(queries):
+        store_scalar(state + i * 8, f(MASKED))
+        store_scalar(state + i * 8 + 4, f(0.0))
+        for d in range(0, out_bytes, 64):
+            store(out + i * out_bytes + d, splat_f32(f(0.0)))
+
+
+@numba.njit
+def _merge(total: int, total_state: int, out: int, state: int, out_bytes: int) -> None:
+    """Adds what a later part gives for one query to what earlier ones gave. State: maximum and sum, float32 each."""
+    old, fresh = load_f32(total_state), load_f32(state)
+    new = max(old, fresh)
+    a = vexp(splat_f32(old - new))
+    b = vexp(splat_f32(fresh - new))
+    store_scalar(total_state, new)
+    store_scalar(total_state + 4, fma(load_f32(total_state + 4), max_f32(a), load_f32(state + 4) * max_f32(b)))
+    for d in range(0, out_bytes, 64):
+        store(total + d, fma(load_f32x16(total + d), a, load_f32x16(out + d) * b))
+
+
+@numba.njit
+def _finish(out: int, state: int, sinks: int, h: int, target: int, dim_v: int) -> None:
+    """Divides one head's output by the sum of its weights (and the weight of its sink: Xiao et al. 2023) and writes it."""
+    norm = load_f32(state + 4)
+    if sinks:
+        norm = norm + max_f32(vexp(splat_f32(load_f32(sinks + h * 4) - load_f32(state))))
+    inverse = f(1.0) / norm
+    for d in range(dim_v):
+        store_scalar(target + d * 4, load_f32(out + d * 4) * inverse)
+
+
+@numba.njit
+def _low(position: int, window: int) -> int:
+    """Where the steps of a row that sees `window` positions (0: all) begin."""
+    if window > 0:
+        return max(position + 1 - window, 0) // STEP * STEP
+    return 0
+
+
+def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int) -> Any:
+    """Kernel: a chunk is one kv head of one tile of rows (or one part of that): softmax(q k) v for all query heads of the group.
+
+    args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7 window (0: all positions),
+    8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none).
+    With the header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
+    """
+    k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
+    run = _stepper(kv_type, bool(soft_cap), k_bytes, v_bytes)
+    wide = room(dim_v)
+    q_bytes, out_bytes = room(dim) * 4, wide * 4
+    of_part = 64 + out_bytes
 
     @numba.njit
-    def merge(queries: int, o: int, m: int, total: int, total_m: int, o_bytes: int) -> None:
-        for i in range(queries):
-            old, fresh = load_f32(total_m + i * 8), load_f32(m + i * 8)
-            new = max(old, fresh)
-            a = vexp(splat_f32(old - new))
-            b = vexp(splat_f32(fresh - new))
-            store_scalar(total_m + i * 8, new)
-            store_scalar(total_m + i * 8 + 4, fma(load_f32(total_m + i * 8 + 4), max_f32(a), load_f32(m + i * 8 + 4) * max_f32(b)))
-            for d in range(o_bytes >> 6):
-                at = i * o_bytes + d * 64
-                store(total + at, fma(load_f32x16(total + at), a, load_f32x16(o + at) * b))
+    def set_up(args: int, head: int, frame: int, row0: int, kv_head: int) -> None:
+        q = frame + FRAME
+        scores = q + QUERIES * q_bytes
+        out = scores + QUERIES * STEP * 4
+        state = out + 2 * QUERIES * out_bytes
+        store_scalar(frame + TABLE, load_i64(load_i64(head + H.TABLES) + 8 * row0))
+        store_scalar(frame + POOL, load_i64(head + H.KV))
+        store_scalar(frame + POOL_BLOCK, load_i64(head + H.KV_BLOCK))
+        store_scalar(frame + K_OFFSET, load_i64(args + 48) + kv_head * k_bytes)
+        store_scalar(frame + V_OFFSET, load_i64(args + 48) + load_i64(args + 24) * k_bytes + kv_head * v_bytes)
+        store_scalar(frame + DIM, i64(dim))
+        store_scalar(frame + WIDE, i64(wide))
+        store_scalar(frame + WINDOW, load_i64(args + 56))
+        store_scalar(frame + CAP, load_i64(args + 64))
+        store_scalar(frame + Q, q)
+        store_scalar(frame + Q_BYTES, i64(q_bytes))
+        store_scalar(frame + SCORES, scores)
+        store_scalar(frame + OUT, out)
+        store_scalar(frame + STATE, state)
+        store_scalar(frame + POSITIONS, state + 2 * QUERIES * 8)
+
+    @numba.njit
+    def gather(args: int, head: int, frame: int, row0: int, kv_head: int, base: int, n_queries: int) -> None:
+        """Copies QUERIES query vectors from `base` on side by side (the last one again where there are fewer) and notes their positions."""
+        group = load_i64(args + 16) // load_i64(args + 24)
+        for i in range(QUERIES):
+            v = min(base + i, n_queries - 1)
+            row = row0 + v // group
+            position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * row))
+            store_scalar(load_i64(frame + POSITIONS) + 8 * i, position)
+            store_scalar(frame + LAST, position)
+            source = load_i64(args) + row * load_i64(args + 8) + (kv_head * group + v % group) * dim * 4
+            for d in range(dim):
+                store_scalar(load_i64(frame + Q) + i * q_bytes + d * 4, load_f32(source + d * 4))
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         n_heads = load_i64(args + 16)
         n_kv = load_i64(args + 24)
-        dim = load_i64(args + 32)
-        dim_v = load_i64(args + 40)
-        window = load_i64(args + 72)
-        cap = f32_from_bits(load_i64(args + 80))
-        sinks = load_i64(args + 104)
         group = n_heads // n_kv
-        kv_head = chunk % n_kv
-        tile = load_i64(head + H.TILES) + 8 * (chunk // n_kv)
-        row0 = numba.int64(load_i32(tile))
-        n_queries = numba.int64(load_i32(tile + 4)) * group
-        wide = (dim_v + 15) & -16
-        q_bytes = ((dim + 15) & -16) * 4
-        o_bytes = wide * 4
-        q = load_i64(args + 88) + thread * load_i64(args + 96)
-        scores = q + QUERIES * q_bytes
-        o = scores + QUERIES * STEP * 4
-        total = o + QUERIES * o_bytes
-        m = total + QUERIES * o_bytes
-        total_m = m + QUERIES * 8
-        positions = total_m + QUERIES * 8
-        pool = load_i64(head + H.KV)
-        pool_block = load_i64(head + H.KV_BLOCK)
-        k_offset = load_i64(args + 64) + kv_head * dim * BLOCK * size
-        v_offset = load_i64(args + 64) + (n_kv * dim + kv_head * wide) * BLOCK * size
-        table = load_i64(load_i64(head + H.TABLES) + 8 * row0)
+        parts = load_i64(head + H.PARTS)
+        number = chunk % parts
+        kv_head = (chunk // parts) % n_kv
+        tile = chunk // parts // n_kv
+        rows = load_i64(head + H.TILES) + 8 * tile
+        row0 = i64(load_i32(rows))
+        n_queries = i64(load_i32(rows + 4)) * group
+        frame = load_i64(args + 72) + thread * load_i64(args + 80)
+        set_up(args, head, frame, row0, kv_head)
+        store_scalar(frame + ALONE, i64(load_i32(rows + 4) == 1))
+        out = load_i64(frame + OUT)
+        state = load_i64(frame + STATE)
+        total = out + QUERIES * out_bytes
+        total_state = state + QUERIES * 8
         for base in range(0, n_queries, QUERIES):
             queries = min(n_queries - base, QUERIES)
-            for i in range(QUERIES):
-                v = min(base + i, n_queries - 1)
-                row = row0 + v // group
-                store_scalar(positions + 8 * i, numba.int64(load_i32(load_i64(head + H.POSITIONS) + 4 * row)))
-                source = load_i64(args) + row * load_i64(args + 8) + (kv_head * group + v % group) * dim * 4
-                for d in range(dim):
-                    store_scalar(q + i * q_bytes + d * 4, load_f32(source + d * 4))
-            last = load_i64(positions + 8 * (queries - 1))
-            low = 0
-            if window > 0:
-                low = max(load_i64(positions) + 1 - window, 0) // STEP * STEP
-            start(QUERIES, total, o_bytes, total_m)
+            gather(args, head, frame, row0, kv_head, base, n_queries)
+            last = load_i64(frame + LAST)
+            low = _low(load_i64(load_i64(frame + POSITIONS)), load_i64(args + 56))
+            if parts > 1:
+                low = max(low, number * PART)
+                _clear(QUERIES, out, out_bytes, state)
+                run(frame, queries, low, min((number + 1) * PART, last + 1))
+                for i in range(queries):
+                    at = load_i64(head + H.PARTIAL) + ((tile * n_heads + kv_head * group + base + i) * parts + number) * of_part
+                    store_scalar(at, load_i64(state + i * 8))
+                    for d in range(0, out_bytes, 64):
+                        store(at + 64 + d, load_f32x16(out + i * out_bytes + d))
+                continue
+            _clear(QUERIES, total, out_bytes, total_state)
             while low <= last:
                 border = (low // PART + 1) * PART
-                start(QUERIES, o, o_bytes, m)
-                part(queries, q, q_bytes, scores, o, o_bytes, m, positions, low, min(border, last + 1), last, window, table, pool, pool_block,
-                     k_offset, v_offset, dim, wide, cap)
-                merge(queries, o, m, total, total_m, o_bytes)
+                _clear(QUERIES, out, out_bytes, state)
+                run(frame, queries, low, min(border, last + 1))
+                for i in range(queries):
+                    _merge(total + i * out_bytes, total_state + i * 8, out + i * out_bytes, state + i * 8, out_bytes)
                 low = border
             for i in range(queries):
-                v = base + i
-                h = kv_head * group + v % group
-                norm = load_f32(total_m + i * 8 + 4)
-                if sinks:
-                    norm = norm + max_f32(vexp(splat_f32(load_f32(sinks + h * 4) - load_f32(total_m + i * 8))))
-                inverse = f(1.0) / norm
-                target = load_i64(args + 48) + (row0 + v // group) * load_i64(args + 56) + h * dim_v * 4
-                for d in range(dim_v):
-                    store_scalar(target + d * 4, load_f32(total + i * o_bytes + d * 4) * inverse)
+                h = kv_head * group + (base + i) % group
+                target = load_i64(args + 32) + (row0 + (base + i) // group) * load_i64(args + 40) + h * dim_v * 4
+                _finish(total + i * out_bytes, total_state + i * 8, load_i64(args + 88), h, target, dim_v)
+
+    return kernel
+
+
+def attention_merge(isa: Isa, dim_v: int) -> Any:
+    """Kernel: merges the parts that `attention` left, in order. A chunk is one kv head of one row; args as `attention`'s."""
+    out_bytes = room(dim_v) * 4
+    of_part = 64 + out_bytes
+
+    def kernel(args: int, head: int, chunk: int, thread: int) -> None:
+        n_heads = load_i64(args + 16)
+        n_kv = load_i64(args + 24)
+        group = n_heads // n_kv
+        parts = load_i64(head + H.PARTS)
+        kv_head = chunk % n_kv
+        tile = chunk // n_kv
+        row = i64(load_i32(load_i64(head + H.TILES) + 8 * tile))
+        position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * row))
+        total_state = load_i64(args + 72) + thread * load_i64(args + 80)
+        total = total_state + 64
+        for h in range(kv_head * group, (kv_head + 1) * group):
+            _clear(1, total, out_bytes, total_state)
+            for number in range(_low(position, load_i64(args + 56)) // PART, position // PART + 1):
+                at = load_i64(head + H.PARTIAL) + ((tile * n_heads + h) * parts + number) * of_part
+                _merge(total, total_state, at + 64, at, out_bytes)
+            target = load_i64(args + 32) + row * load_i64(args + 40) + h * dim_v * 4
+            _finish(total, total_state, load_i64(args + 88), h, target, dim_v)
 
     return kernel

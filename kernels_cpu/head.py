@@ -21,4 +21,8 @@ TILES = 64
 N_TILES = 72
 ROPE = 80
 """Addresses of up to eight tables of rotary angles, float32 [position][n_rot/2 cosines, n_rot/2 sines]."""
-SIZE = 144
+PARTS = 144
+"""Into how many parts attention over one row is shared out; 1: one thread does all of a row's."""
+PARTIAL = 152
+"""Address of what the parts give, see attention.py."""
+SIZE = 160

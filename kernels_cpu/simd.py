@@ -685,3 +685,13 @@ def prefetch(typingctx: Any, address: Any, lines: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, lines), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def zero_like(typingctx: Any, tile: Any) -> Any:
+    """A tile of zeros of the same kind."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return ir.Constant(tile.llvm, None)
+
+    return tile(tile), codegen

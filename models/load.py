@@ -12,7 +12,7 @@ import platformdirs
 import psutil
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head, isa, team
+from localrun.kernels_cpu import attention, head, isa, kv, team
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
@@ -23,9 +23,10 @@ from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Weights
 
-assert BLOCK_TOKENS == attention.BLOCK
+assert BLOCK_TOKENS == kv.BLOCK
 FIRST_LOGIT_ROWS = 8
-KV_TYPES = tuple(attention.KV_SIZES)
+ATTENTION_CHUNKS = 4
+"""Chunks of attention a thread, below which rows are shared out in parts."""
 
 
 def default_threads() -> int:
@@ -50,6 +51,7 @@ class RecordedModel:
         self._tables = tables
         self._kv = np.zeros(0, np.uint8)
         self._n_blocks = 0
+        self._partial = np.zeros(64, np.uint8)
         self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
         self._token_ids = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
         self._positions = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
@@ -104,12 +106,24 @@ class RecordedModel:
         self._set(head.TOKENS, tokens)
         self._set(head.OUTPUTS, outputs)
         self._set(head.N_TILES, tiles)
+        parts = self._parts(tokens, tiles, longest)
         self._room_for_logits(outputs)
-        chunks = self._program.chunks(tokens, outputs, tiles)
+        chunks = self._program.chunks(tokens, outputs, tiles, parts)
         if not outputs:
             chunks[self._program.logits] = 0
         self._team.run(self._program.table, chunks)
         return self._logits[:outputs, : self.info.n_vocab]
+
+    def _parts(self, tokens: int, tiles: int, longest: int) -> int:
+        """Into how many parts attention over a row is shared out: only where there are too few rows and heads to keep all threads busy."""
+        parts = -(-longest // attention.PART)
+        if tokens > tiles or parts == 1 or tiles * self._program.fewest_kv >= self.info.n_threads * ATTENTION_CHUNKS:
+            parts = 1
+        elif (size := tiles * parts * self._program.partial_bytes + 64) > len(self._partial):
+            self._partial = np.zeros(size, np.uint8)
+        self._set(head.PARTS, parts)
+        self._set(head.PARTIAL, self._partial.ctypes.data)
+        return parts
 
     def _check(self, span: Span, table: NDArray[np.int32], n: int) -> None:
         """A wrong number here would make a kernel read or write outside its memory."""
@@ -148,8 +162,8 @@ def load_model(path: str | Path, options: LoadOptions, progress: Progress | None
 
     Raises ModelFileError when the file is damaged, incomplete or of a kind without support; ValueError for an option that cannot be obeyed.
     """
-    if options.kv_type not in KV_TYPES:
-        raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(KV_TYPES)}")
+    if options.kv_type not in kv.KV_TYPES:
+        raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(kv.KV_TYPES)}")
     gguf = open_gguf(path)
     try:
         return _load(gguf, options, progress)

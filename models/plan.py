@@ -20,15 +20,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu import attention, head, kv
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
 from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.weights import Vector, Weight, Weights
 
-Rule = Literal["one", "tokens", "outputs", "tiles"]
-RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tiles")
+Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges"]
+RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges")
 """What an instruction's chunk count is a multiple of."""
 
 READER_WORDS = 8
@@ -111,9 +111,14 @@ class Program:
     logits: int
     """Index of the instruction that writes the logits."""
 
-    def chunks(self, tokens: int, outputs: int, tiles: int) -> NDArray[np.int64]:
+    partial_bytes: int
+    """Memory that attention needs for each part of each row when it shares out rows."""
+    fewest_kv: int
+    """Key-value heads of the layer that has the fewest."""
+
+    def chunks(self, tokens: int, outputs: int, tiles: int, parts: int) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""
-        return self.factor * np.array([1, tokens, outputs, tiles])[self.rule]
+        return self.factor * np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0])[self.rule]
 
 
 class Recorder:
@@ -134,6 +139,8 @@ class Recorder:
         self._scratch: dict[str, int] = {}
         self._tile_buffers: dict[str, int] = {}
         self._logits = -1
+        self.partial_bytes = 0
+        self.fewest_kv = 1 << 30
 
     # ---- memory ----
 
@@ -269,13 +276,15 @@ class Recorder:
 
         q (T, n_heads * dim), k (T, n_kv * dim), v (T, n_kv * dim_v); table: which of the header's angle tables; n_rot 0: no rotation.
         """
+        if not kv.fits(self.kv_type, dim, dim_v):
+            raise ValueError(f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}")
         offset = self.kv_block_bytes
-        self.kv_block_bytes += attention.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+        self.kv_block_bytes += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
         args = [
-            q.address, q.stride, k.address, k.stride, v.address, v.stride, n_heads, n_kv, dim, dim_v, q_norm.address if q_norm else 0,
+            q.address, q.stride, k.address, k.stride, v.address, v.stride, n_heads, n_kv, q_norm.address if q_norm else 0,
             k_norm.address if k_norm else 0, float_bits(eps), n_rot, head.ROPE + 8 * table, int(halves), offset, float_bits(scale),
         ]
-        self._append("attention", "rope_kv", [self.kv_type], args, "rope_kv")
+        self._append("attention", "rope_kv", [self.kv_type, dim, dim_v], args, "rope_kv")
         return offset
 
     def attention(
@@ -285,10 +294,13 @@ class Recorder:
         out = self.row("attended", n_heads * dim_v)
         scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
         args = [
-            q.address, q.stride, n_heads, n_kv, dim, dim_v, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
+            q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
             sinks.address if sinks else 0,
         ]
-        self._append("attention", "attention", [self.kv_type, int(soft_cap > 0)], args, "attention", "tiles", n_kv)
+        self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
+        self.fewest_kv = min(self.fewest_kv, n_kv)
+        self._append("attention", "attention", [self.kv_type, dim, dim_v, int(soft_cap > 0)], args, "attention", "tile_parts", n_kv)
+        self._append("attention", "attention_merge", [dim_v], list(args), "attention_merge", "merges", n_kv)
         return self.quantized(out, "attended")
 
     # ---- the end ----
@@ -310,4 +322,5 @@ class Recorder:
         return Program(
             table, args, [i.kernel for i in self._instructions], [i.name for i in self._instructions],
             np.array([RULES.index(i.rule) for i in self._instructions]), np.array([i.factor for i in self._instructions], np.int64), self._logits,
+            self.partial_bytes, self.fewest_kv,
         )
