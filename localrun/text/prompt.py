@@ -7,6 +7,7 @@ Pure functions. Knows requests, templates and tokenizers; nothing of engines, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from localrun.errors import BadRequest, ContextOverflow, TemplateError
 from localrun.messages import Generate, Message
 from localrun.text.template import ChatTemplate
 from localrun.text.tokenizer import Tokenizer
+
+_NINE_CHARACTERS = "alphanumeric strings with length 9"
+"""What Mistral's templates say when they refuse an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,8 @@ def _forms(messages: list[Message], request: Generate) -> Iterator[_Form]:
 
 
 def _render_form(form: _Form, request: Generate, template: ChatTemplate) -> str:
-    messages = [as_template_message(message, json_arguments=form.json_arguments) for message in form.messages]
+    short_ids = _NINE_CHARACTERS in template.source
+    messages = [as_template_message(message, json_arguments=form.json_arguments, short_ids=short_ids) for message in form.messages]
     variables = {**_thinking_variables(request.think), **request.template_kwargs}
     last = form.messages[-1]
     continues = last.role == "assistant" and not last.tool_calls and bool(last.content)
@@ -195,21 +200,33 @@ def _render_form(form: _Form, request: Generate, template: ChatTemplate) -> str:
     return text
 
 
-def as_template_message(message: Message, *, json_arguments: bool = False) -> dict[str, Any]:
-    """A message as templates read it. json_arguments: tool-call arguments as JSON text; otherwise as objects where they parse."""
+def as_template_message(message: Message, *, json_arguments: bool = False, short_ids: bool = False) -> dict[str, Any]:
+    """A message as templates read it.
+
+    json_arguments: tool-call arguments as JSON text; otherwise as objects where they parse. short_ids: ids of calls are made nine letters
+    or digits.
+    """
+
+    def id_of(call_id: str) -> str:
+        return short_id(call_id) if short_ids else call_id
+
     out: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.thinking:
         # The field has three names in templates; each knows one of them.
         out["reasoning_content"] = out["reasoning"] = out["thinking"] = message.thinking
     if message.tool_calls:
         out["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments, json_arguments)}}
+            {
+                "id": id_of(call.id),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments, json_arguments)},
+            }
             for call in message.tool_calls
         ]
     if message.tool_name is not None:
         out["name"] = message.tool_name
     if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
+        out["tool_call_id"] = id_of(message.tool_call_id)
     return out
 
 
@@ -223,6 +240,13 @@ def _arguments(arguments: dict[str, Any] | str, as_json: bool) -> dict[str, Any]
             return arguments
         return parsed if isinstance(parsed, dict) else arguments
     return arguments
+
+
+def short_id(call_id: str) -> str:
+    """`call_id` if it is nine letters or digits, as Mistral's templates insist on; else nine that follow from it."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _thinking_variables(think: bool | str | None) -> dict[str, Any]:

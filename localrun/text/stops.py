@@ -40,7 +40,7 @@ class StopMatcher:
             _, at, self._matched = best
             self._held = ""
             return buffer[:at], self._matched
-        keep = max((_overlap(buffer, stop) for stop in self._stops), default=0)
+        keep = max((overlap(buffer, stop) for stop in self._stops), default=0)
         cut = len(buffer) - keep
         self._held = buffer[cut:]
         return buffer[:cut], None
@@ -51,7 +51,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop` without being all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -170,6 +170,18 @@ def test_the_first_complaint_is_the_one_that_is_told(tok: Tokenizer) -> None:
         prompt(tok, "{{ raise_exception('never') }}", messages=said("system:x", "user:a", "user:b"))
 
 
+def test_ids_as_mistral_wants_them(tok: Tokenizer) -> None:
+    insists = (
+        "{% for m in messages %}{% for id in [m.tool_call_id or m.tool_calls[0].id] %}{% if id|length != 9 %}"
+        "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{{ id }};{% endfor %}{% endfor %}"
+    )
+    for call_id in ("call_ab12cd34", "abcdefghi"):
+        calls = [ToolCall(id=call_id, name="add", arguments={})]
+        messages = [Message(role="assistant", tool_calls=calls), Message(role="tool", content="3", tool_call_id=call_id)]
+        first, second, _ = prompt(tok, insists, messages=messages).text.split(";")
+        assert first == second and (first == call_id) == (len(call_id) == 9)
+
+
 def test_what_a_tool_said(tok: Tokenizer) -> None:
     shows = "{% for m in messages %}{{ m.name }}/{{ m.tool_call_id }}/{{ m.content }};{% endfor %}"
     message = Message(role="tool", content="3", tool_name="add", tool_call_id="c1")
