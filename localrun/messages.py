@@ -111,6 +111,7 @@ class Generate(Struct, tag="generate", kw_only=True):
     """Tokens of an earlier turn, put before the prompt (Ollama's deprecated `context`)."""
     tools: list[dict[str, Any]] | None = None
     format: str | dict[str, Any] | None = None
+    """"json": an object; a JSON schema; {"regex": ...}; {"grammar": ...} in Lark's or llama.cpp's notation. None or "": free text."""
     think: bool | str | None = None
     template_kwargs: dict[str, Any] = {}
     sampling: Sampling = Sampling()

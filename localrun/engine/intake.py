@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from localrun.engine.answer import Answer
 from localrun.engine.bans import BannedStrings
@@ -19,6 +20,9 @@ from localrun.engine.speculate import Speculator
 from localrun.errors import BadRequest, ContextOverflow, Unsupported
 from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
 from localrun.text.prompt import Prompt, build_prompt
+
+if TYPE_CHECKING:
+    from localrun.engine.grammar import Constraint, GrammarCompiler
 
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
@@ -38,6 +42,7 @@ class Intake:
         self._n_vocab = parts.model.info.n_vocab
         self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
         self._clock = clock
+        self._grammars: GrammarCompiler | None = None
         self._known_breakers: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def generation(self, request: Generate) -> Generation:
@@ -61,6 +66,7 @@ class Intake:
             n_logprobs=request.logprobs,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
+            constraint=self._constraint(request.format),
             speculator=Speculator(_MOST_DRAFTED if request.draft_num_predict < 0 else request.draft_num_predict)
             if request.draft_num_predict
             else None,
@@ -135,6 +141,15 @@ class Intake:
         )
         return Evaluation(seq, top=message.top, ids=message.ids)
 
+    def _constraint(self, wanted: str | dict[str, Any] | None) -> Constraint | None:
+        if wanted is None or wanted == "":
+            return None
+        if self._grammars is None:
+            from localrun.engine.grammar import GrammarCompiler
+
+            self._grammars = GrammarCompiler(self._tokenizer, self._n_vocab)
+        return self._grammars.compile(wanted)
+
     def _breakers(self, strings: tuple[str, ...]) -> Callable[[int], bool]:
         """Whether a token's text holds one of the strings; looked up once for each token that is asked about."""
         wanted = [string.encode("utf-8") for string in _checked_strings(strings, "dry_sequence_breakers")]
@@ -169,8 +184,6 @@ def _checked_strings(strings: Iterable[str], param: str) -> list[str]:
 
 
 def _refuse_what_is_missing(request: Generate) -> None:
-    if request.format is not None and request.format != "":
-        raise Unsupported("format: structured output is not supported yet", param="format")
     if request.think:
         raise Unsupported("think: this model does not support thinking", param="think")
     if request.tools:

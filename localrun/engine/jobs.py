@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from localrun.engine.selection import Floats, largest, log_sum_exp
 from localrun.engine.sequence import Sequence
 from localrun.engine.speculate import Speculator
 from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
+
+if TYPE_CHECKING:
+    from localrun.engine.grammar import Constraint
 
 
 class Job(Protocol):
@@ -66,6 +69,7 @@ class Generation:
     n_logprobs: int | None = None
     max_tokens: int = -1
     speculator: Speculator | None = None
+    constraint: Constraint | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
     dropped_messages: int = 0
@@ -129,27 +133,43 @@ class Generation:
         return accepted
 
     def _take_token(self, row: Floats) -> bool:
-        """Chooses the next token. False when the next row, if there is one, is of no use: the answer is done or full, or tokens were taken
-        back."""
+        """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use."""
         seq = self.seq
         raw = row.copy() if self.n_logprobs is not None else None
-        token = self.sampler.choose(row, seq.tokens, seq.position, banned=self._banned.get(seq.position, ()))
-        seq.tokens.append(token)
+        allowed = None if self.constraint is None else self.constraint.allowed()
+        token = self.sampler.choose(row, seq.tokens, seq.position, allowed, self._banned.get(seq.position, ()))
+        went_on = self._add(Chosen(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0)))
+        if self.constraint is None or not went_on or raw is not None:
+            return went_on
+        forced = self.constraint.forced()
+        for token in forced:
+            self.sampler.forced()
+            if not self._add(Chosen(token)):
+                break
+        return not forced
+
+    def _add(self, chosen: Chosen) -> bool:
+        """Appends a token and passes on what can be shown. False when the answer is done or full, or tokens were taken back."""
+        seq = self.seq
+        seq.tokens.append(chosen.token)
         self.n_chosen += 1
-        ends = token in self.eog_ids
-        if ends:
+        if chosen.token in self.eog_ids:
             self.reason = "stop"
-            released = self.bans.flush()
-        else:
-            chosen = Chosen(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0))
-            released, n_back = self.bans.push(chosen)
-            if n_back:
-                self._take_back(n_back)
-                return False
-            if 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
-                self.reason = "length"
-                released += self.bans.flush()
-        self._pass_on(released, n_behind=self.bans.n_held + ends)
+            self._pass_on(self.bans.flush(), n_behind=1)
+            return False
+        if self.constraint is not None:
+            self.constraint.accept(chosen.token)
+        released, n_back = self.bans.push(chosen)
+        if n_back:
+            self._take_back(n_back)
+            return False
+        if self.constraint is not None and self.constraint.complete:
+            self.reason = "stop"
+        elif 0 <= self.max_tokens <= self.n_chosen or (len(seq.tokens) >= seq.limit and not self.shifts):
+            self.reason = "length"
+        if self.done:
+            released += self.bans.flush()
+        self._pass_on(released, n_behind=self.bans.n_held)
         return not self.done and not self.is_full
 
     def _pass_on(self, released: list[Chosen], n_behind: int) -> None:
@@ -168,6 +188,8 @@ class Generation:
         token = seq.tokens[-n]
         self._drop_last(n)
         self.sampler.take_back(n)
+        if self.constraint is not None:
+            self.constraint.take_back(n)
         if self.speculator is not None:
             self.speculator.forget()
         # What was banned further on belonged to a text that is no more.

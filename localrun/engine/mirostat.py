@@ -39,6 +39,10 @@ class Mirostat:
         surprise = -math.log2(max(float(softmax(logits)[index]), 1e-300))
         self._mu.append(self._mu[-1] - self._o.mirostat_eta * (surprise - self._o.mirostat_tau))
 
+    def forced(self) -> None:
+        """A token came that was not drawn: it says nothing of the surprise."""
+        self._mu.append(self._mu[-1])
+
     def take_back(self, n: int) -> None:
         """The last n tokens have not been drawn after all."""
         del self._mu[len(self._mu) - n :]

@@ -5,5 +5,6 @@ Imported for its effect only. It starts no thread and opens nothing: what a proc
 
 from __future__ import annotations
 
+import localrun.engine.grammar
 import localrun.engine.runner
 import localrun.models.load  # noqa: F401

@@ -84,7 +84,9 @@ class Sampler:
             row[token] = -np.inf
         best = int(row.argmax())  # the first NaN, if there is one
         if not math.isfinite(row[best]):
-            raise LocalrunError("the model's output is not a number" if math.isnan(row[best]) else "no token is allowed here")
+            raise LocalrunError(
+                "the model's output is not a number" if row[best] != -np.inf else _no_way_on(allowed is not None, bool(banned))
+            )
         if o.temperature <= 0:
             return best
         if self._mirostat is not None:
@@ -104,6 +106,11 @@ class Sampler:
         ids, logits = exclude_top(*kept, o.xtc_threshold) if excludes else kept
         return int(ids[self._draw(logits / o.temperature, position)])
 
+    def forced(self) -> None:
+        """A token came that was not chosen here."""
+        if self._mirostat is not None:
+            self._mirostat.forced()
+
     def take_back(self, n: int) -> None:
         """The last n tokens have not been chosen after all."""
         if self._mirostat is not None:
@@ -113,3 +120,9 @@ class Sampler:
         """An index into `logits`."""
         cumulated = np.cumsum(softmax(logits))
         return min(int(np.searchsorted(cumulated, uniform(self.seed, position) * cumulated[-1], side="right")), len(logits) - 1)
+
+
+def _no_way_on(by_grammar: bool, by_bans: bool) -> str:
+    """Why every token is forbidden."""
+    reasons = [name for name, given in (("the format", by_grammar), ("banned_strings", by_bans)) if given]
+    return f"no token is allowed to follow: {' and '.join(reasons) or 'logit_bias and ignore_eos'} leave none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,7 +95,7 @@ def test_never_another_answer(
 ) -> None:
     """At any temperature, with penalties that look back, up to any length: the tokens and their log-probabilities."""
     bias = {97: 30.0, 98: 30.0, 99: 30.0}
-    options = {"seed": seed, "temperature": temperature, "repeat_penalty": repeat_penalty, "logit_bias": bias}
+    options: dict[str, Any] = {"seed": seed, "temperature": temperature, "repeat_penalty": repeat_penalty, "logit_bias": bias}
     outcomes = []
     for most in (-1, 0):
         clock = FakeClock()
