@@ -99,18 +99,22 @@ def _expand_q6_k(w: int, low: int, high: int) -> None:
 
 def _expand_octets_256(isa: Isa, o: Octets) -> Any:
     code, _ = decoder(isa, o)
-    quants, zero, fine, two_bits = o.quants, o.offset, o.sub == 16, o.bits == 2
+    quants, zero, fine, fields, third_bits = o.quants, o.offset, o.sub == 16, o.bits < 4, o.bits == 3
 
     @numba.njit
     def expand(w: int, low: int, high: int) -> None:
         scales = w + quants
-        if two_bits:
+        if fields:
             for field in range(16):  # 16 values each
                 scale = _one_of_pairs(scales, field if fine else field >> 1)
                 for g in range(4):
                     packed = words_of(load_u8x64(w + ((field >> 2) * 4 + g) * 64)) >> (2 * (field & 3))
+                    index = bytes_of(packed) & 3
+                    if third_bits:
+                        thirds = words_of(load_u8x64(w + 1024 + ((field >> 3) * 4 + g) * 64)) >> (field & 7)
+                        index = index | (bytes_of(thirds << 2) & 4)
                     at = field * 256 + g * 64
-                    _spread_signed(pairs_of(words_of(bytes_of(packed) & 3)), zero, scale, low + at, high + at)
+                    _spread_signed(pairs_of(words_of(code(index))), zero, scale, low + at, high + at)
         else:
             for block in range(8):  # 32 values each
                 first = _one_of_pairs(scales, 2 * block if fine else block)

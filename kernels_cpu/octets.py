@@ -30,8 +30,8 @@ i64 = numba.int64
 
 ONES = 0x0101010101010101
 _LANES = 0x00FF00FF00FF00FF
-SIGN = 8
-"""Index of a grid's level l with a minus sign is l + SIGN."""
+SIGN = {3: 4, 8: 8}
+"""By the number of levels of a grid: index of level l with a minus sign is l + SIGN."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,9 @@ def _points(name: str) -> Any:
 
 def _signed_table(name: str) -> tuple[int, ...]:
     some = levels(name)
-    gap = (0,) * (SIGN - len(some))
-    return (*some, *gap, *(-level for level in some), *gap)
+    gap = (0,) * (SIGN[len(some)] - len(some))
+    table = (*some, *gap, *(-level for level in some), *gap)
+    return table + (0,) * (16 - len(table))
 
 
 # ---- K-quants and ternary -------------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ _IQ2_XXS, _IQ2_XS, _IQ2_S, _IQ3_XXS, _IQ3_S, _IQ1 = map(_points, ("iq2_xxs", "iq
 def _iq2_xxs_octet(s: int, i: int) -> Any:
     at = s + 2 + (i >> 2) * 8
     signs = (u32(at + 4) >> (7 * (i & 3))) & 127
-    return load_i64(_IQ2_XXS() + 8 * u8(at + (i & 3))) | (load_i64(_EVEN_SIGNS() + 8 * signs) << 3)
+    return load_i64(_IQ2_XXS() + 8 * u8(at + (i & 3))) | (load_i64(_EVEN_SIGNS() + 8 * signs) << 2)
 
 
 @numba.njit
@@ -304,13 +305,13 @@ def _iq2_xxs_scale(s: int, j: int) -> Any:
 @numba.njit
 def _iq2_xs_octet(s: int, i: int) -> Any:
     both = u16(s + 2 + 2 * i)
-    return load_i64(_IQ2_XS() + 8 * (both & 511)) | (load_i64(_EVEN_SIGNS() + 8 * (both >> 9)) << 3)
+    return load_i64(_IQ2_XS() + 8 * (both & 511)) | (load_i64(_EVEN_SIGNS() + 8 * (both >> 9)) << 2)
 
 
 @numba.njit
 def _iq2_s_octet(s: int, i: int) -> Any:
     index = u8(s + 2 + i) | (((u8(s + 66 + (i >> 2)) >> (2 * (i & 3))) & 3) << 8)
-    return load_i64(_IQ2_S() + 8 * index) | (load_i64(_BITS() + 8 * u8(s + 34 + i)) << 3)
+    return load_i64(_IQ2_S() + 8 * index) | (load_i64(_BITS() + 8 * u8(s + 34 + i)) << 2)
 
 
 @numba.njit
@@ -338,7 +339,7 @@ def _iq3_s_octet(s: int, i: int) -> Any:
 def _iq1_s_octet(s: int, i: int) -> Any:
     high = u16(s + 34 + (i >> 2) * 2)
     index = u8(s + 2 + i) | (((high >> (3 * (i & 3))) & 7) << 8)
-    return load_i64(_IQ1() + 8 * index) | ((high >> 15) * (SIGN * ONES))
+    return load_i64(_IQ1() + 8 * index) | ((high >> 15) * (4 * ONES))
 
 
 @numba.njit
@@ -349,7 +350,7 @@ def _iq1_s_scale(s: int, j: int) -> Any:
 @numba.njit
 def _iq1_m_octet(s: int, i: int) -> Any:
     high = (u8(s + 32 + (i >> 1)) >> (4 * (i & 1))) & 15
-    return load_i64(_IQ1() + 8 * (u8(s + i) | ((high & 7) << 8))) | ((high >> 3) * (SIGN * ONES))
+    return load_i64(_IQ1() + 8 * (u8(s + i) | ((high & 7) << 8))) | ((high >> 3) * (4 * ONES))
 
 
 @numba.njit
@@ -365,8 +366,8 @@ def _iq1_m_d(s: int, j: int) -> Any:
     return bits
 
 
-_IQ1_TABLE = (-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0)
-"""8 * {-1, 0, 1}, one up, or with SIGN one down."""
+_IQ1_TABLE = (-7, 1, 9, 0, -9, -1, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+"""8 * {-1, 0, 1}, one up, or from index 4 on one down."""
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------------------
@@ -384,17 +385,17 @@ OCTETS: dict[str, Octets] = {
     o.name: o
     for o in (
         Octets("Q2_K", "256", 16, _counting(0), _four_planes(16), _half_at(80), False, 1.0, _q2_k_scale, _q2_k_minimum, _half_at(82), 2),
-        Octets("Q3_K", "256", 16, _counting(-4), _q3_k_octet, _half_at(108), scale=_q3_k_scale),
+        Octets("Q3_K", "256", 16, _counting(-4), _q3_k_octet, _half_at(108), scale=_q3_k_scale, bits=3),
         Octets("TQ1_0", "256", 32, _counting(-1), _tq1_0_octet, _half_at(52), scale=_one, bits=2),
         Octets("TQ2_0", "256", 32, _counting(-1), _four_planes(0), _half_at(64), scale=_one, bits=2),
         Octets("IQ4_XS", "256", 32, _table(iquants.NONLINEAR), _nibbles(8), _half_at(0), scale=_iq4_xs_scale),
-        Octets("IQ2_XXS", "256", 32, _signed_table("iq2_xxs"), _iq2_xxs_octet, _half_at(0), factor=1 / 8, scale=_iq2_xxs_scale),
-        Octets("IQ2_XS", "256", 16, _signed_table("iq2_xs"), _iq2_xs_octet, _half_at(0), factor=1 / 8, scale=_nibble_scales(66)),
-        Octets("IQ2_S", "256", 16, _signed_table("iq2_s"), _iq2_s_octet, _half_at(0), factor=1 / 8, scale=_nibble_scales(74)),
+        Octets("IQ2_XXS", "256", 32, _signed_table("iq2_xxs"), _iq2_xxs_octet, _half_at(0), factor=1 / 8, scale=_iq2_xxs_scale, bits=3),
+        Octets("IQ2_XS", "256", 16, _signed_table("iq2_xs"), _iq2_xs_octet, _half_at(0), factor=1 / 8, scale=_nibble_scales(66), bits=3),
+        Octets("IQ2_S", "256", 16, _signed_table("iq2_s"), _iq2_s_octet, _half_at(0), factor=1 / 8, scale=_nibble_scales(74), bits=3),
         Octets("IQ3_XXS", "256", 32, _signed_table("iq3_xxs"), _iq3_xxs_octet, _half_at(0), factor=1 / 4, scale=_iq3_xxs_scale),
         Octets("IQ3_S", "256", 32, _signed_table("iq3_s"), _iq3_s_octet, _half_at(0), scale=_nibble_scales(106)),
-        Octets("IQ1_S", "256", 32, _IQ1_TABLE, _iq1_s_octet, _half_at(0), factor=1 / 8, scale=_iq1_s_scale),
-        Octets("IQ1_M", "256", 16, _IQ1_TABLE, _iq1_m_octet, _iq1_m_d, factor=1 / 8, scale=_iq1_m_scale),
+        Octets("IQ1_S", "256", 32, _IQ1_TABLE, _iq1_s_octet, _half_at(0), factor=1 / 8, scale=_iq1_s_scale, bits=3),
+        Octets("IQ1_M", "256", 16, _IQ1_TABLE, _iq1_m_octet, _iq1_m_d, factor=1 / 8, scale=_iq1_m_scale, bits=3),
         Octets("IQ4_NL", "32", 32, _table(iquants.NONLINEAR), _nibbles(2), _half_at(0)),
         Octets("MXFP4", "32", 32, _table(fp4.E2M1_DOUBLED), _nibbles(1), _mxfp4_d, brain=True),
         Octets("NVFP4", "32", 16, _table(fp4.E2M1_DOUBLED), _nvfp4_octet, _nvfp4_d),
@@ -438,9 +439,38 @@ def _row_packer_32(o: Octets) -> Any:
     return rows
 
 
+def _quants_packer(o: Octets) -> Any:
+    """(block, target, row): the indices of a block of 256 to a group."""
+    octet, quants, third_bits = o.octet, o.quants, o.bits == 3
+
+    @numba.njit
+    def nibbles(s: int, target: int, row: int) -> None:
+        for i in range(16):  # two words each
+            k = (i >> 1) * 4 + (i & 1)
+            _store_word(target + i * 128 + row * 4, octet(s, k) | (octet(s, k + 2) << 4))
+
+    @numba.njit
+    def two_bits(s: int, target: int, row: int) -> None:
+        for i in range(8):
+            k = (i >> 1) * 8 + (i & 1)
+            word = octet(s, k) & (3 * ONES)
+            for field in range(1, 4):
+                word |= (octet(s, k + 2 * field) & (3 * ONES)) << (2 * field)
+            _store_word(target + i * 128 + row * 4, word)
+        if third_bits:
+            for i in range(4):
+                k = (i >> 1) * 16 + (i & 1)
+                word = i64(0)
+                for field in range(8):
+                    word |= ((octet(s, k + 2 * field) >> 2) & ONES) << field
+                _store_word(target + 1024 + i * 128 + row * 4, word)
+
+    return nibbles if quants == 2048 else two_bits
+
+
 def _row_packer_256(o: Octets) -> Any:
-    octet, d16, scale, size = o.octet, o.d16, o.scale, BY_NAME[o.name].block_bytes
-    quants, two_bits = o.quants, o.bits == 2
+    d16, scale, size = o.d16, o.scale, BY_NAME[o.name].block_bytes
+    pack_quants, quants = _quants_packer(o), o.quants
     step, subs = o.quants + o.scales, 256 // o.sub
     with_min = o.minimum is not None
     minimum, dmin16 = (o.minimum, o.dmin16) if with_min else (o.scale, o.d16)
@@ -450,14 +480,7 @@ def _row_packer_256(o: Octets) -> Any:
         for b in range(n_blocks):
             s = source + b * size
             t = target + b * step
-            for i in range(0, quants >> 4, 8):  # two words of the row
-                if two_bits:
-                    k = (i >> 4) * 8 + ((i >> 3) & 1)
-                    word = octet(s, k) | (octet(s, k + 2) << 2) | (octet(s, k + 4) << 4) | (octet(s, k + 6) << 6)
-                else:
-                    k = (i >> 4) * 4 + ((i >> 3) & 1)
-                    word = octet(s, k) | (octet(s, k + 2) << 4)
-                _store_word(t + i * 16 + row * 4, word)
+            pack_quants(s, t, row)
             t += quants
             for j in range(subs):
                 store_scalar(t + (j >> 1) * 32 + row * 2 + (j & 1), numba.int8(scale(s, j)))

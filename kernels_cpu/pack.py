@@ -15,8 +15,10 @@ dot-product instruction against four broadcast activation bytes needs no horizon
         Q5_1   4 x 64 nibbles | 64 bits  | 16 d f16 | 16 m f16
         Q8_0   8 x 64 bytes + 128        | 16 d f16
     kind 'f': F32, F16, BF16: per k, 16 values in the file's type
-    all others (octets.py), 32 values at a time: 4 x 64 nibbles, the low ones the first 16 values, the high ones the rest;
-    Q2_K, TQ1_0 and TQ2_0 64 values at a time: 4 x 64 bytes of four 2-bit values, the lowest bits the first 16, and so on
+    all others (octets.py), by the bits of an index
+        4   32 values at a time: 4 x 64 nibbles, the low ones the first 16 values, the high ones the rest
+        2   (Q2_K, TQ1_0, TQ2_0) 64 values at a time: 4 x 64 bytes of four 2-bit values, the lowest bits the first 16, and so on
+        3   (Q3_K, IQ2, IQ1) 16 x 64 as for 2 bits | 8 x 64 third bits, 128 values at a time, the lowest bits the first 16, and so on
         kind '256'   quants | 8 or 4 x (16 x 2) scales i8 | likewise mins u8, if any | 16 d f16 | 16 dmin f16, if any | room to 64
         kind '32'    4 x 64 nibbles            | 16 d f16 (bfloat16 for MXFP4), twice where 16 values have one
 

@@ -15,6 +15,7 @@ from localrun.kernels_cpu.octets import OCTETS, Octets
 from localrun.kernels_cpu.pack import AHEAD
 from localrun.kernels_cpu.simd import (
     bits_f32,
+    bytes_of,
     f16_to_f32,
     i8_to_i16,
     load_f16x16,
@@ -32,6 +33,7 @@ from localrun.kernels_cpu.simd import (
     tile_to_f32,
     u8_to_i16,
     u16_to_i32,
+    words_of,
     words_of_pairs,
     zeros_f32,
     zeros_i32,
@@ -114,6 +116,41 @@ def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
             second = dot4(second, (packed >> 6) & 3, x + 48 + g * 4, stride)
         return first, second
 
+    @numba.njit
+    def three_bits(quants: Any, thirds: Any, field: int, third: int) -> Any:
+        return code((bytes_of(quants >> (2 * field)) & 3) | (bytes_of((thirds >> third) << 2) & 4))
+
+    @numba.njit
+    def three_bits_16(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        x += pair * 32
+        field = 2 * (pair & 1)
+        third = 2 * (pair & 3)
+        for g in range(4):
+            quants = words_of(load_u8x64(w + ((pair >> 1) * 4 + g) * 64))
+            thirds = words_of(load_u8x64(w + 1024 + ((pair >> 2) * 4 + g) * 64))
+            first = dot4(first, three_bits(quants, thirds, field, third), x + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, field + 1, third + 1), x + 16 + g * 4, stride)
+        return first, second
+
+    @numba.njit
+    def three_bits_32(w: int, x: int, stride: int, pair: int) -> Any:
+        first = zeros_i32(tokens)
+        second = zeros_i32(tokens)
+        x += pair * 64
+        third = 4 * (pair & 1)
+        for g in range(4):
+            quants = words_of(load_u8x64(w + (pair * 4 + g) * 64))
+            thirds = words_of(load_u8x64(w + 1024 + ((pair >> 1) * 4 + g) * 64)) >> third
+            first = dot4(first, three_bits(quants, thirds, 0, 0), x + g * 4, stride)
+            first = dot4(first, three_bits(quants, thirds, 1, 1), x + 16 + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, 2, 2), x + 32 + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, 3, 3), x + 48 + g * 4, stride)
+        return first, second
+
+    if o.bits == 3:
+        return three_bits_16 if o.sub == 16 else three_bits_32
     if o.bits == 2:
         return two_bits_16 if o.sub == 16 else two_bits_32
     return nibbles_16 if o.sub == 16 else nibbles_32
