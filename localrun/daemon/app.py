@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 
@@ -51,7 +52,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
         finally:
             await services.close()
 
-    app = FastAPI(
+    app = _App(
         title="localrun",
         version=__version__,
         summary="Language models on one's own machine: Ollama's dialect and OpenAI's.",
@@ -101,8 +102,22 @@ def _request_body(route: Route) -> dict[str, Any] | None:
         return {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": schema}}}}
     if route.body is None:
         return None
-    schema = route.body.model_json_schema(ref_template=f"#/components/schemas/{route.body.__name__}/$defs/{{model}}")
+    schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+class _App(FastAPI):
+    """FastAPI whose document knows the bodies, which are read by exchange.py and not by FastAPI."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            bodies = {route.body for route in ROUTES if route.body is not None}
+            wanted = [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)]
+            _, schemas = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            self.openapi_schema = document
+        return self.openapi_schema
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

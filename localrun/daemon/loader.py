@@ -1,5 +1,8 @@
-"""Which models are in memory. Loads on demand, one load at a time for each file; keeps a model for its keep_alive after its last request;
-when the limit of models is reached, the idle one that was used least lately makes room. Models that share a weight file share a runner.
+"""Which models are in memory. Loads on demand, one load at a time for each file; keeps a model for its keep_alive after its last request.
+
+When as many models are loaded as may be, or memory does not hold one more beside them, the idle one that was used least lately makes room;
+while none is idle, the newcomer waits. A model that is alone is always tried: whether it can run is for its runner to say. Models that
+share a weight file share a runner.
 
 Runs in one event loop. Knows neither HTTP nor dialects.
 """
@@ -17,11 +20,15 @@ from typing import Any
 
 from localrun.daemon.runners import LoadHook, Progress, Runner
 from localrun.durations import FOREVER
+from localrun.engine.memory import available_memory
 from localrun.errors import Busy, LoadFailed, LocalrunError
 from localrun.messages import Load, Loaded, LoadProgress
 from localrun.settings import Settings
 
 log = logging.getLogger(__name__)
+
+LEAST_BESIDE_WEIGHTS = 512 << 20
+"""Bytes that a model takes besides its weights, at least: a small KV cache, buffers, the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,15 @@ class Resident:
 class Loader:
     """Made inside the event loop; `close` it there."""
 
-    def __init__(self, settings: Settings, hook: LoadHook = None, make_runner: Callable[[LoadHook], Runner] = Runner) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hook: LoadHook = None,
+        make_runner: Callable[[LoadHook], Runner] = Runner,
+        available: Callable[[], int] = available_memory,
+    ) -> None:
         self._settings = settings
+        self._available = available
         self._hook = hook
         self._make_runner = make_runner
         self._residents: dict[str, Resident] = {}
@@ -140,7 +154,7 @@ class Loader:
                 if resident is not None and resident.runner.gone.is_set():
                     self._stop(resident)
                 if resident is None:
-                    resident = self._begin(wanted) if self._make_room() else None
+                    resident = self._begin(wanted) if self._make_room(wanted) else None
                 elif not resident.leaving and wanted.num_thread not in (0, resident.num_thread):
                     log.info("%s: loading again with %d threads", wanted.name, wanted.num_thread)
                     resident.leaving = True
@@ -182,14 +196,21 @@ class Loader:
             resident.expires_at = time.time() + resident.keep_alive
             resident.timer = asyncio.get_running_loop().call_later(resident.keep_alive, self._stop, resident)
 
-    def _make_room(self) -> bool:
+    def _make_room(self, wanted: Wanted) -> bool:
         """Whether one more model may be loaded now; if not, and one is idle, sends that one away."""
-        if len(self._residents) < self._settings.max_loaded_models:
+        if not self._residents:
+            return True
+        if len(self._residents) < self._settings.max_loaded_models and self._fits(wanted):
             return True
         idle = [one for one in self._residents.values() if not one.in_flight and one.ready.done() and one.stopping is None]
         if idle and not any(one.stopping is not None for one in self._residents.values()):
             self._stop(min(idle, key=lambda one: one.last_used))
         return False
+
+    def _fits(self, wanted: Wanted) -> bool:
+        """Whether memory holds the model beside the others, those included that have not taken theirs yet."""
+        promised = sum(_needs(one.wanted) for one in self._residents.values() if not one.ready.done())
+        return _needs(wanted) + promised <= self._available()
 
     # ---- beginning and end ----
 
@@ -307,3 +328,12 @@ class Loader:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _needs(wanted: Wanted) -> int:
+    """Bytes that a model will take, at least."""
+    try:
+        weights = wanted.path.stat().st_size
+    except OSError:
+        weights = 0
+    return weights + LEAST_BESIDE_WEIGHTS
