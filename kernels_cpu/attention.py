@@ -11,19 +11,23 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.elementwise import _prepare
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.kv import BLOCK, Codec, head_bytes, room
 from localrun.kernels_cpu.math import tanh, vexp
+from localrun.kernels_cpu.octets import baked
 from localrun.kernels_cpu.simd import (
     f32_from_bits,
     fma,
+    i32_to_f32,
     lanes_below,
     load_f32,
     load_f32x16,
     load_i32,
+    load_i32x16,
     load_i64,
     max_f32,
     prefetch,
@@ -49,6 +53,7 @@ MASKED = -1e30
 
 f = numba.float32
 i64 = numba.int64
+_LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 
 # A thread's working memory: a frame of int64 words that say what the chunk works on, then the buffers they point to.
 TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP, Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE = range(0, 17 * 8, 8)
@@ -57,7 +62,7 @@ FRAME = 192
 
 def scratch_bytes(dim: int, dim_v: int) -> int:
     """Scratch memory a thread needs for `attention`."""
-    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8)
+    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8 + 8)
 
 
 def partial_bytes(n_heads: int, dim_v: int) -> int:
@@ -123,8 +128,11 @@ def _scores(codec: Codec, queries: int) -> Any:
     return scores
 
 
-def _softmax(queries: int, soft_cap: bool) -> Any:
-    """Masks the scores, moves maximum and sum on, turns scores into weights, fades the output so far."""
+def _softmax(queries: int, soft_cap: bool, sloped: bool) -> Any:
+    """Masks the scores, moves maximum and sum on, turns scores into weights, fades the output so far.
+
+    sloped: scores fall with the distance in positions (ALiBi, Press et al. 2022), by the slopes that lie behind the frame's POSITIONS.
+    """
 
     @numba.njit
     def softmax(frame: int, first: int) -> None:
@@ -142,6 +150,9 @@ def _softmax(queries: int, soft_cap: bool) -> Any:
                 if soft_cap:
                     s = tanh(s / cap) * cap
                 start = first + b * BLOCK
+                if sloped:
+                    ahead = i32_to_f32(load_i32x16(_LANES())) + splat_f32(f(start - position))
+                    s = fma(ahead, splat_f32(load_f32(load_i64(frame + POSITIONS) + QUERIES * 8 + 4 * i)), s)
                 s = where(lanes_below(position + 1 - start), s, splat_f32(f(MASKED)))
                 if window > 0:
                     s = where(lanes_below(position + 1 - window - start), splat_f32(f(MASKED)), s)
@@ -205,10 +216,10 @@ def _fetch(kv_type: str) -> Any:
     return both
 
 
-def _stepper(kv_type: str, soft_cap: bool, k_bytes: int, v_bytes: int) -> Any:
+def _stepper(kv_type: str, soft_cap: bool, sloped: bool, k_bytes: int, v_bytes: int) -> Any:
     """A compiled function (frame, queries, first, end): all steps from `first` on, before `end`."""
     codec = Codec(kv_type)
-    steps = [(_scores(codec, n), _softmax(n, soft_cap), _values(codec, n)) for n in (1, 2, 4, 8)]
+    steps = [(_scores(codec, n), _softmax(n, soft_cap, sloped), _values(codec, n)) for n in (1, 2, 4, 8)]
     (s1, m1, v1), (s2, m2, v2), (s4, m4, v4), (s8, m8, v8) = steps
     fetch = _fetch(kv_type)
 
@@ -283,15 +294,15 @@ def _low(position: int, window: int) -> int:
     return 0
 
 
-def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int) -> Any:
+def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, sloped: int = 0) -> Any:
     """Kernel: a chunk is one kv head of one tile of rows (or one part of that): softmax(q k) v for all query heads of the group.
 
     args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7 window (0: all positions),
-    8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none).
+    8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none), 12 slopes float32 a head, if `sloped`.
     With the header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
     """
     k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
-    run = _stepper(kv_type, bool(soft_cap), k_bytes, v_bytes)
+    run = _stepper(kv_type, bool(soft_cap), bool(sloped), k_bytes, v_bytes)
     wide = room(dim_v)
     q_bytes, out_bytes = room(dim) * 4, wide * 4
     of_part = 64 + out_bytes
@@ -328,6 +339,9 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int) -> An
             position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * row))
             store_scalar(load_i64(frame + POSITIONS) + 8 * i, position)
             store_scalar(frame + LAST, position)
+            if sloped:
+                slope = load_f32(load_i64(args + 96) + (kv_head * group + v % group) * 4)
+                store_scalar(load_i64(frame + POSITIONS) + QUERIES * 8 + 4 * i, slope)
             source = load_i64(args) + row * load_i64(args + 8) + (kv_head * group + v % group) * dim * 4
             for d in range(dim):
                 store_scalar(load_i64(frame + Q) + i * q_bytes + d * 4, load_f32(source + d * 4))

@@ -56,3 +56,15 @@ def gelu_tanh(x: Any) -> Any:
 def tanh(x: Any) -> Any:
     """2 sigmoid(2 x) - 1."""
     return fma(sigmoid(x * f(2.0)), splat_f32(f(2.0)), splat_f32(f(-1.0)))
+
+
+@numba.njit
+def relu(x: Any) -> Any:
+    """max(x, 0)."""
+    return keep_above(x, f(0.0), x)
+
+
+@numba.njit
+def relu_squared(x: Any) -> Any:
+    """max(x, 0)**2 (So et al. 2021)."""
+    return keep_above(x, f(0.0), x * x)

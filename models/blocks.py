@@ -144,7 +144,8 @@ def attention_block(
         q, k, v, n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, n_rot=p.n_rot, table=table, halves=halves, scale=scale,
         q_norm=w.vector(f"{blk}.attn_q_norm.weight") if qk_norm else None, k_norm=w.vector(f"{blk}.attn_k_norm.weight") if qk_norm else None, eps=p.eps,
     )
-    return r.attention(q, layer, n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, window=window, soft_cap=soft_cap)
+    out = r.attention(q, layer, n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, window=window, soft_cap=soft_cap)
+    return r.quantized(out, "attended")
 
 
 def gated_ffn(r: Recorder, w: Weights, blk: str, h: Activation, activation: Literal["silu", "gelu_tanh"]) -> Activation:

@@ -18,7 +18,7 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import Keys
-from localrun.models.plan import SPARE_ROWS, Memory, Program, Recorder, room
+from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Memory, Program, Recorder, room
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Weights
@@ -131,6 +131,8 @@ class RecordedModel:
             raise ValueError(f"a span of {n} tokens from {span.start} on with {len(table)} blocks")
         if table.min() < 0 or table.max() >= self._n_blocks:
             raise ValueError(f"a block table names block {int(table.max())} of {self._n_blocks}")
+        if self._program.max_positions and span.start + n > self._program.max_positions:
+            raise ValueError(f"a context of {span.start + n} tokens; the model has embeddings for {self._program.max_positions} positions")
         if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
             raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
         if len(span.outputs) and (span.outputs.min() < 0 or span.outputs.max() >= n):
@@ -140,7 +142,7 @@ class RecordedModel:
         if rows > len(self._logits):
             size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
             self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
-            self._program.args[self._program.logits, 6] = self._logits.ctypes.data
+            self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
 
     def copy_block(self, source: int, target: int) -> None:
         """See Model."""

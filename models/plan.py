@@ -20,12 +20,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head, kv
+from localrun.kernels_cpu import attention, experts, head, heads, kv
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
 from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
-from localrun.models.weights import Vector, Weight, Weights
+from localrun.models.errors import ModelFileError
+from localrun.models.weights import Stack, Vector, Weight, Weights
 
 Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges")
@@ -35,11 +36,16 @@ READER_WORDS = 8
 """Arguments by which an instruction that finishes a row says who reads it (activations.give)."""
 ARGS = 24
 """int64 arguments an instruction may have."""
+SOFT_CAP = "soft_cap"
+"""Name of the instruction that reads the logits where the matmul before it wrote them."""
 SPARE_ROWS = 8
 """Rows behind the last one that matmul tiles may read (never use)."""
 CHUNK_BYTES = 96 << 10
 """About how many weight bytes one chunk of a matmul reads: small enough to share out evenly, large beside the cost of taking a chunk."""
 MIN_CHUNKS = 16
+LOGITS_ADDRESS = 6
+"""Argument of the matmul of the logits that says where they go."""
+INT64_MAX = 2**63 - 1
 
 
 def float_bits(value: float) -> int:
@@ -75,15 +81,22 @@ class Instruction:
     factor: int
     beside: bool
     name: str
+    most: int = 0
+    """Bound of the chunk count, 0: none."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """float32 (tokens, width) at `address`, `stride` bytes from token to token."""
+    """float32 (tokens * per_token, width) at `address`, `stride` bytes from row to row."""
 
     address: int
     stride: int
     width: int
+    per_token: int = 1
+
+    def columns(self, first: int, n: int) -> Row:
+        """A part of each row. Kernels read and write whole vectors of 16: n and the start must be multiples, or nothing may lie behind."""
+        return Row(self.address + 4 * first, self.stride, n, self.per_token)
 
 
 @dataclass
@@ -95,7 +108,22 @@ class Activation:
     readers_at: int
     """Where the producer's arguments name the forms it has to write."""
     buffer: str
+    per_token: int = 1
     forms: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a layer's choice of experts lies."""
+
+    n: int
+    k: int
+    address: int
+    layout: experts.Layout
+
+    def at(self, name: str) -> int:
+        """Address of one of its arrays."""
+        return self.address + int(getattr(self.layout, name))
 
 
 @dataclass
@@ -108,9 +136,11 @@ class Program:
     names: list[str]
     rule: NDArray[np.int64]
     factor: NDArray[np.int64]
+    most: NDArray[np.int64]
     logits: int
     """Index of the instruction that writes the logits."""
-
+    max_positions: int
+    """Positions there are embeddings for; 0: no bound."""
     partial_bytes: int
     """Memory that attention needs for each part of each row when it shares out rows."""
     fewest_kv: int
@@ -118,7 +148,7 @@ class Program:
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""
-        return self.factor * np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0])[self.rule]
+        return np.minimum(self.factor * np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0])[self.rule], self.most)
 
 
 class Recorder:
@@ -139,24 +169,25 @@ class Recorder:
         self._scratch: dict[str, int] = {}
         self._tile_buffers: dict[str, int] = {}
         self._logits = -1
+        self._max_positions = 0
         self.partial_bytes = 0
         self.fewest_kv = 1 << 30
 
     # ---- memory ----
 
-    def _buffer(self, name: str, stride: int) -> tuple[int, int]:
-        """(address, stride) of the buffer of that name, max_batch + SPARE_ROWS rows."""
+    def _buffer(self, name: str, stride: int, per_token: int = 1) -> tuple[int, int]:
+        """(address, stride) of the buffer of that name, max_batch * per_token + SPARE_ROWS rows."""
         if name not in self._buffers:
-            self._buffers[name] = (self.memory.allocate((self.max_batch + SPARE_ROWS) * stride), stride)
+            self._buffers[name] = (self.memory.allocate((self.max_batch * per_token + SPARE_ROWS) * stride), stride)
         address, have = self._buffers[name]
         if have != stride:
             raise ValueError(f"buffer {name} is used with rows of {have} and of {stride} bytes")
         return address, stride
 
-    def row(self, name: str, width: int) -> Row:
+    def row(self, name: str, width: int, per_token: int = 1) -> Row:
         """The float32 buffer of that name."""
-        address, stride = self._buffer(f"{name}.{width}", room(width) * 4)
-        return Row(address, stride, width)
+        address, stride = self._buffer(f"{name}.{width}.{per_token}", room(width) * 4, per_token)
+        return Row(address, stride, width, per_token)
 
     def _per_thread(self, name: str, nbytes: int) -> tuple[int, int]:
         """(address, bytes a thread) of scratch memory."""
@@ -179,52 +210,108 @@ class Recorder:
     def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None) -> Row:
         """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
         x = self.row("x", table.columns)
+        if positions:
+            self._max_positions = positions.n // table.columns
         args = [table.source, table.row_bytes, table.columns, float_bits(scale), x.address, x.stride, positions.address if positions else 0]
         self._append("elementwise", "embed", [table.type_name], args, "embed")
         return x
 
-    def _activation(self, width: int, producer: Instruction, readers_at: int, buffer: str) -> Activation:
+    def _activation(self, width: int, producer: Instruction, readers_at: int, buffer: str, per_token: int = 1) -> Activation:
         producer.args.extend([0] * (readers_at + READER_WORDS - len(producer.args)))
-        return Activation(width, producer, readers_at, buffer)
+        return Activation(width, producer, readers_at, buffer, per_token)
 
     def norm(
         self, x: Row, weight: Vector | None, eps: float, name: str, *, kind: Literal["rms", "layer", "none"] = "rms", bias: Vector | None = None,
-        outputs_only: bool = False, beside: bool = False,
+        outputs_only: bool = False, beside: bool = False, buffer: str = "normed",
     ) -> Activation:
-        """The norm of a row, ready for matmuls. (T, width) -> (T, width), or (O, width) of the rows whose logits are wanted."""
-        scratch = self.row("normed", x.width)
+        """The norm of a row, ready for matmuls. (T, width) -> (T, width), or (O, width) of the rows whose logits are wanted.
+
+        buffer: a name of its own keeps the activation readable after the next norm.
+        """
+        scratch = self.row(buffer, x.width) if kind != "none" else x
         args = [
             x.address, x.stride, x.width, weight.address if weight else 0, float_bits(eps), {"none": 0, "rms": 1, "layer": 2}[kind],
             bias.address if bias else 0, scratch.address, scratch.stride,
         ]
         rule: Rule = "outputs" if outputs_only else "tokens"
         instruction = self._append("elementwise", "norm", [], args, name, rule, beside=beside)
-        activation = self._activation(x.width, instruction, 9, "normed")
+        activation = self._activation(x.width, instruction, 9, buffer)
         instruction.args.append(head.OUTPUT_ROWS if outputs_only else 0)
         return activation
 
     def quantized(self, x: Row, name: str) -> Activation:
         """A row as it is, ready for matmuls."""
-        return self.norm(x, None, 0.0, name, kind="none")
+        return self.norm(x, None, 0.0, name, kind="none", buffer="quantized")
 
     def norm_add(self, y: Row, weight: Vector, eps: float, x: Row, name: str) -> None:
         """x += RMS norm of y. Both (T, width)."""
         args = [y.address, y.stride, y.width, weight.address, float_bits(eps), x.address, x.stride]
         self._append("elementwise", "norm_add", [], args, name)
 
-    def gated(self, gate: Row, up: Row, activation: Literal["silu", "gelu_tanh"], name: str) -> Activation:
+    def gated(self, gate: Row, up: Row, activation: Literal["silu", "gelu_tanh", "relu"], name: str) -> Activation:
         """act(gate) * up, ready for matmuls. (T, width) each; gate's buffer is overwritten."""
-        instruction = self._append("elementwise", "gated", [activation], [gate.address, up.address, gate.stride, gate.width], name)
-        return self._activation(gate.width, instruction, 4, "gated")
+        args = [gate.address, up.address, gate.stride, gate.width]
+        instruction = self._append("elementwise", "gated", [activation], args, name, factor=gate.per_token)
+        return self._activation(gate.width, instruction, 4, "gated", gate.per_token)
+
+    def gated_limited(self, gate: Row, up: Row, limit: float, name: str) -> Activation:
+        """gpt-oss's g sigmoid(1.702 g) (u + 1) with both inputs held within `limit`, ready for matmuls; gate's buffer is overwritten."""
+        args = [gate.address, up.address, gate.stride, gate.width]
+        instruction = self._append("experts", "gated_limited", [], args, name, factor=gate.per_token)
+        activation = self._activation(gate.width, instruction, 4, "gated", gate.per_token)
+        instruction.args.append(float_bits(limit))
+        return activation
+
+    def activated(self, x: Row, activation: Literal["silu", "gelu_tanh", "relu", "relu_squared"], name: str) -> Activation:
+        """act(x), ready for matmuls; x's buffer is overwritten."""
+        instruction = self._append("pointwise", "activated", [activation], [x.address, x.stride, x.width], name, factor=x.per_token)
+        return self._activation(x.width, instruction, 3, "activated", x.per_token)
+
+    def xielu(self, x: Row, p: float, n: float, b: float, eps: float, name: str) -> Activation:
+        """xIELU (kernels_cpu/pointwise.py), ready for matmuls; x's buffer is overwritten."""
+        instruction = self._append("pointwise", "xielu", [], [x.address, x.stride, x.width], name)
+        activation = self._activation(x.width, instruction, 3, "activated")
+        instruction.args.extend(float_bits(value) for value in (p, n, b, eps))
+        return activation
+
+    def add(self, y: Row, x: Row, name: str, *, scale: float = 1.0, gate: Row | None = None) -> None:
+        """x += scale * y, or sigmoid(gate) * y with a gate (T, 1). Both (T, width)."""
+        args = [y.address, y.stride, x.address, x.stride, x.width, float_bits(scale), gate.address if gate else 0, gate.stride if gate else 0]
+        self._append("pointwise", "add", [], args, name)
+
+    def clamp(self, x: Row, limit: float, name: str) -> None:
+        """Values of x into -limit..limit."""
+        self._append("pointwise", "clamp", [], [x.address, x.stride, x.width, float_bits(limit)], name)
+
+    def scale_by_position(self, x: Row, table: int, name: str) -> None:
+        """x[t] *= factor of position t, from the header's table of that number (rope.Temperature)."""
+        self._append("pointwise", "scale_by_position", [], [x.address, x.stride, x.width, head.ROPE + 8 * table], name)
+
+    def norm_heads(
+        self, x: Row, n_heads: int, weight: Vector | None, eps: float, name: str, *, kind: Literal["rms", "layer", "l2"] = "rms",
+        bias: Vector | None = None, beside: bool = False,
+    ) -> None:
+        """The norm of each of a row's heads, in place; one head: of the whole row. weight: (dim,) for all heads, or (n_heads * dim,)."""
+        dim = x.width // n_heads
+        step = 4 * dim if weight and weight.n > dim else 0
+        args = [
+            x.address, x.stride, n_heads, dim, weight.address if weight else 0, step, bias.address if bias else 0, float_bits(eps), heads.NORMS[kind]
+        ]
+        self._append("heads", "norm_heads", [], args, name, factor=x.per_token, beside=beside)
+
+    def rotate(self, x: Row, n_heads: int, n_rot: int, table: int, name: str, *, halves: bool, first: int = 0) -> None:
+        """Rotates values first .. first + n_rot of each of a row's heads by the angles of the header's table of that number."""
+        step = 4 * x.width // n_heads
+        self._append("heads", "rotate", [], [x.address + 4 * first, x.stride, n_heads, step, n_rot, head.ROPE + 8 * table, int(halves)], name)
 
     def _form(self, x: Activation, kind: str) -> tuple[int, int, int]:
         """Where a matmul of that kind reads the activation; the first to ask makes the producer write it."""
         if kind not in x.forms:
             n = x.width
             stride = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * META, "f": room(n) * 4}[kind]
-            name = f"{x.buffer}.{n}.{kind}"
-            address, stride = self._buffer(name, -(-stride // 64) * 64)
-            tiles = self._tiles(name, tile_bytes(kind, n, self.max_batch)) if self.amx else 0
+            name = f"{x.buffer}.{n}.{x.per_token}.{kind}"
+            address, stride = self._buffer(name, -(-stride // 64) * 64, x.per_token)
+            tiles = self._tiles(name, tile_bytes(kind, n, self.max_batch)) if self.amx and x.per_token == 1 else 0
             x.forms[kind] = address, stride, tiles
             at = ("256", "32", "f").index(kind)
             x.producer.args[x.readers_at + 2 * at : x.readers_at + 2 * at + 2] = [address, stride]
@@ -250,6 +337,10 @@ class Recorder:
         """The output matrix, for the rows whose logits are wanted; where they go is set before each step."""
         self._logits = len(self._instructions)
         self._matmul(weight, x, Row(0, room(weight.rows) * 4, weight.rows), "logits", bias, False, False, "outputs")
+
+    def soft_cap(self, n_vocab: int, cap: float) -> None:
+        """logits = cap * tanh(logits / cap); after `logits`."""
+        self._append("pointwise", "soft_cap", [], [0, room(n_vocab) * 4, n_vocab, float_bits(cap)], SOFT_CAP, "outputs")
 
     def _matmul(
         self, weight: Weight, x: Activation, out: Row, name: str, bias: Vector | None, add: bool, beside: bool, rows: Literal["tokens", "outputs"]
@@ -288,20 +379,103 @@ class Recorder:
         return offset
 
     def attention(
-        self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0, sinks: Vector | None = None
-    ) -> Activation:
-        """Causal attention of q over the layer at that offset, ready for matmuls: (T, n_heads * dim_v)."""
+        self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0,
+        sinks: Vector | None = None, slopes: Vector | None = None,
+    ) -> Row:
+        """Causal attention of q over the layer at that offset: (T, n_heads * dim_v). slopes: ALiBi's, one a head."""
         out = self.row("attended", n_heads * dim_v)
         scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
         args = [
             q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
-            sinks.address if sinks else 0,
+            sinks.address if sinks else 0, slopes.address if slopes else 0,
         ]
         self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
         self.fewest_kv = min(self.fewest_kv, n_kv)
-        self._append("attention", "attention", [self.kv_type, dim, dim_v, int(soft_cap > 0)], args, "attention", "tile_parts", n_kv)
+        self._append("attention", "attention", [self.kv_type, dim, dim_v, int(soft_cap > 0), int(slopes is not None)], args, "attention", "tile_parts", n_kv)
         self._append("attention", "attention_merge", [dim_v], list(args), "attention_merge", "merges", n_kv)
-        return self.quantized(out, "attended")
+        return out
+
+    # ---- experts ----
+
+    def route(
+        self, scores: Row, k: int, *, gate: str = "softmax", bias: Vector | None = None, normalise: bool, scale: float = 1.0,
+        groups: tuple[int, int] = (1, 1),
+    ) -> Routing:
+        """Chooses k experts for each token by its scores (T, experts), and sorts tokens by expert. See kernels_cpu/experts.py."""
+        n = scores.width
+        layout = experts.Layout(self.max_batch * k, n)
+        address, _ = self._buffer(f"routing.{n}.{k}", -(-layout.nbytes // (self.max_batch + SPARE_ROWS)))
+        asked = self.row("asked", n)
+        args = [
+            scores.address, scores.stride, n, k, experts.GATES[gate], bias.address if bias else 0, int(normalise), float_bits(scale), *groups,
+            address + layout.choices, address + layout.weights, asked.address, asked.stride,
+        ]
+        self._append("experts", "route", [], args, "route")
+        args = [address + layout.choices, n, k]
+        args += [address + at for at in (layout.order, layout.places, layout.starts, layout.active, layout.n_active)]
+        self._append("experts", "sort", [], args, "sort", "one")
+        return Routing(n, k, address, layout)
+
+    def gather(self, x: Activation, routing: Routing, *, weighted: bool = False) -> Activation:
+        """The rows of x by expert, ready for expert_matmul: (T * k, width); `weighted`: times the weights of the choices."""
+        address, stride, _ = self._form(x, "f")
+        k = routing.k
+        instruction = self._append("experts", "gather", [], [address, stride, x.width, routing.at("order")], "gather", factor=k)
+        gathered = self._activation(x.width, instruction, 4, "gathered", k)
+        scaled = self.row("gathered", x.width, k) if weighted else None
+        instruction.args += [k, routing.at("weights") if scaled else 0, scaled.address if scaled else 0, scaled.stride if scaled else 0]
+        return gathered
+
+    def expert_matmul(
+        self, stack: Stack, x: Activation, routing: Routing, name: str, *, bias: tuple[Vector, int] | None = None, beside: bool = False
+    ) -> Row:
+        """Each expert's matrix times the rows of its tokens (gathered, or what was made of them): (T * k, n). bias: see rows_of_vectors."""
+        out = self.row(name, stack.rows, routing.k)
+        where = [routing.at("starts"), routing.at("active"), routing.at("n_active")]
+        self._stack_matmul(stack, x, out, name, bias, where, beside, routing.k, 0)
+        return out
+
+    def heads_matmul(self, stack: Stack, x: Activation, name: str) -> Row:
+        """Each head's matrix times its own row of x (T * n, columns): (T, n * rows), heads side by side. Rows must be a multiple of 16."""
+        if stack.rows % 16:
+            raise ModelFileError(self.weights.gguf.path, f"tensor {stack.name}", f"has heads of {stack.rows} values; only multiples of 16 are supported")
+        out = self.row(name, stack.rows * stack.n)
+        each = Row(out.address, stack.rows * 4, stack.rows, stack.n)
+        self._stack_matmul(stack, x, each, name, None, [0, 0, 0], False, 1, 1)
+        return out
+
+    def _stack_matmul(
+        self, stack: Stack, x: Activation, out: Row, name: str, bias: tuple[Vector, int] | None, where: list[int], beside: bool, k: int, by_head: int
+    ) -> None:
+        if stack.columns != x.width:
+            raise ValueError(f"{stack.name} takes {stack.columns} values, {name} gives {x.width}")
+        address, stride, _ = self._form(x, stack.kind)
+        groups = -(-stack.rows // 16)
+        per_chunk = max(1, min(CHUNK_BYTES // max(stack.group_bytes, 1), groups))
+        parts = -(-groups // per_chunk)
+        scratch, scratch_bytes = self._per_thread("experts", 0 if stack.packed else stack.group_bytes)
+        args = [
+            self.weights.table(stack.addresses()), stack.group_bytes, stack.columns // stack.block, stack.rows, address, stride, out.address, out.stride,
+            per_chunk, parts, bias[0].address if bias else 0, bias[1] if bias else 0, *where, 0 if stack.packed else stack.row_bytes, scratch,
+            scratch_bytes, stack.n,
+        ]
+        rule: Rule = "one" if by_head else "tokens"
+        instruction = self._append("experts", "expert_matmul", [stack.type_name, by_head], args, name, rule, parts * (stack.n if by_head else k), beside)
+        instruction.most = parts * stack.n
+
+    def combine(self, y: Row, routing: Routing, x: Row, name: str, *, add: bool, weighted: bool = True, scale: float = 1.0) -> None:
+        """x (+)= scale * sum over a token's choices of weight * y; y (T * k, width) by expert, x (T, width)."""
+        args = [
+            y.address, y.stride, y.width, routing.at("weights") if weighted else 0, routing.at("places"), routing.k, x.address, x.stride, int(add),
+            float_bits(scale),
+        ]
+        self._append("experts", "combine", [], args, name)
+
+    def by_head(self, x: Row, n: int, width: int, name: str) -> Activation:
+        """A part of each of a row's n heads, the first `width` values, as rows of their own, ready for heads_matmul: (T * n, width)."""
+        args = [x.address, x.stride, width, n, 4 * x.width // n]
+        instruction = self._append("heads", "by_head", [], args, name, factor=n)
+        return self._activation(width, instruction, 5, name, n)
 
     # ---- the end ----
 
@@ -313,6 +487,8 @@ class Recorder:
         waits = 0
         for i, instruction in enumerate(self._instructions):
             args[i, : len(instruction.args)] = instruction.args
+            if instruction.name == SOFT_CAP:
+                args[i, 0] = args[self._logits, LOGITS_ADDRESS:].ctypes.data
             table[i, 1] = args[i].ctypes.data
             if instruction.beside:
                 table[i, 3] = -1
@@ -321,6 +497,7 @@ class Recorder:
                 waits = i
         return Program(
             table, args, [i.kernel for i in self._instructions], [i.name for i in self._instructions],
-            np.array([RULES.index(i.rule) for i in self._instructions]), np.array([i.factor for i in self._instructions], np.int64), self._logits,
+            np.array([RULES.index(i.rule) for i in self._instructions]), np.array([i.factor for i in self._instructions], np.int64),
+            np.array([i.most or INT64_MAX for i in self._instructions], np.int64), self._logits, self._max_positions,
             self.partial_bytes, self.fewest_kv,
         )

@@ -22,6 +22,7 @@ from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.model import Progress
+from localrun.models.validate import BF16, F16, F32
 
 HUGE_PAGE = 2 << 20
 SPARE_MEMORY = 1 << 30
@@ -72,6 +73,29 @@ class Weight:
         return -(-self.rows // 16) * self.group_bytes
 
 
+class Stack:
+    """Matrices of one shape and type (rows, columns), one an expert or a head: the slices of a tensor of three dimensions."""
+
+    def __init__(self, slices: list[Weight], whole: Weight | None) -> None:
+        """whole: all of them as one tall matrix, where that is packed the same way."""
+        first = slices[0]
+        self._slices = slices
+        self._whole = whole
+        self.name = first.name
+        self.n = len(slices)
+        self.type_name = first.type_name
+        self.columns, self.rows = first.columns, first.rows
+        self.packed, self.kind, self.block = first.packed, first.kind, first.block
+        self.group_bytes, self.row_bytes = first.group_bytes, first.row_bytes
+
+    def addresses(self) -> NDArray[np.int64]:
+        """int64 (n,): what matmuls read for each."""
+        if self._whole is not None:
+            step = self._whole.group_bytes * (self.rows // 16) if self.packed else self.row_bytes * self.rows
+            return np.arange(self.n, dtype=np.int64) * step + self._whole.address
+        return np.array([weight.address for weight in self._slices], np.int64)
+
+
 class Weights:
     """All tensors of one file. Keeps the mapping alive; `close` gives everything back."""
 
@@ -98,8 +122,10 @@ class Weights:
         packing = PACKINGS.get(info.type)
         if packing is None or len(info.shape) < 2:
             return 0
-        rows = int(np.prod(info.shape[1:]))
-        return -(-rows // 16) * packing.group_bytes(info.shape[0]) + 64 * (info.shape[2] if len(info.shape) > 2 else 1) * 64
+        matrices = int(np.prod(info.shape[2:]))
+        # A matrix may be asked for in up to four parts (Q, K and V in one tensor), each with a last group of its own.
+        groups = matrices * (-(-info.shape[1] // 16) + 3)
+        return groups * (packing.group_bytes(info.shape[0]) + 64)
 
     def has(self, name: str) -> bool:
         return name in self.gguf.tensors
@@ -122,19 +148,50 @@ class Weights:
             raise ModelFileError(self.gguf.path, f"tensor {name}", f"rows of {info.shape[0]} values are no whole {packing.format.name} blocks")
         return Weight(self, info, packing, self._source(name), first_row, info.shape[1] if rows is None else rows)
 
-    def values(self, name: str) -> NDArray[np.float32]:
-        """The values of a float32 tensor, copied."""
-        return np.frombuffer(self.gguf.data(name), np.float32).copy()
+    def stack(self, name: str, first_row: int = 0, rows: int | None = None) -> Stack:
+        """The matrices of a tensor of three dimensions, or `rows` rows of each. Raises ModelFileError for a type without kernels."""
+        shape = self.gguf.tensors[name].shape
+        each = shape[1]
+        n = shape[2] if len(shape) > 2 else 1
+        slices = [self.matrix(name, e * each + first_row, each if rows is None else rows) for e in range(n)]
+        tall = rows is None and (each % 16 == 0 or not self.pack)
+        return Stack(slices, self.matrix(name, 0, each * n) if tall else None)
 
-    def vector(self, name: str) -> Vector:
-        """The vector of that name."""
-        vector = Vector(self.values(name))
+    def values(self, name: str) -> NDArray[np.float32]:
+        """The values of a tensor in F32, F16 or BF16, copied."""
+        info = self.gguf.tensors[name]
+        data = self.gguf.data(name)
+        if info.type == F16:
+            return np.frombuffer(data, np.float16).astype(np.float32)
+        if info.type == BF16:
+            return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        if info.type != F32:
+            raise ModelFileError(self.gguf.path, f"tensor {name}", f"is of type {FORMATS[info.type].name}; F32, F16 and BF16 are possible here")
+        return np.frombuffer(data, np.float32).copy()
+
+    def vector(self, name: str, first: int = 0, n: int | None = None) -> Vector:
+        """The vector of that name, or n values of it."""
+        vector = Vector(self.values(name)[first : None if n is None else first + n])
         self._keep.append(vector)
         return vector
 
-    def maybe(self, name: str) -> Vector | None:
-        """The vector of that name, None when the file has none."""
-        return self.vector(name) if self.has(name) else None
+    def maybe(self, name: str, first: int = 0, n: int | None = None) -> Vector | None:
+        """The same, None when the file has no such vector."""
+        return self.vector(name, first, n) if self.has(name) else None
+
+    def rows_of_vectors(self, name: str) -> tuple[Vector, int]:
+        """The rows of a small matrix in floats as vectors with room up to a multiple of 16: all of them, and bytes from one to the next."""
+        n = self.gguf.tensors[name].shape[0]
+        values = self.values(name).reshape(-1, n)
+        padded = np.zeros((len(values), (n + 15) // 16 * 16), np.float32)
+        padded[:, :n] = values
+        return self.constant(padded.ravel()), padded.shape[1] * 4
+
+    def table(self, values: NDArray[np.int64]) -> int:
+        """Address of a table of int64 that is kept as long as the weights."""
+        kept = np.ascontiguousarray(values, np.int64)
+        self._keep.append(kept)
+        return int(kept.ctypes.data)
 
     def constant(self, values: NDArray[np.float32]) -> Vector:
         """A vector that is in no file, kept as long as the weights."""
