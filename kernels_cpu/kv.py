@@ -39,38 +39,18 @@ from localrun.kernels_cpu.simd import (
     u16_to_i32,
     zero_like,
 )
+from localrun.kernels_cpu.sizes import BLOCK as BLOCK
+from localrun.kernels_cpu.sizes import GROUP as GROUP
+from localrun.kernels_cpu.sizes import KV_TYPES as KV_TYPES
+from localrun.kernels_cpu.sizes import PLAIN as PLAIN
+from localrun.kernels_cpu.sizes import fits as fits
+from localrun.kernels_cpu.sizes import head_bytes as head_bytes
+from localrun.kernels_cpu.sizes import layer_block_bytes as layer_block_bytes
+from localrun.kernels_cpu.sizes import room as room
 
-BLOCK = 16
-GROUP = 32
-"""Values that share a scale."""
-PLAIN = {"f32": 4, "f16": 2, "bf16": 2}
-KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
 LEVELS = {"q8_0": 127, "q4_0": 7}
 
 f = numba.float32
-
-
-def room(n: int) -> int:
-    """n rounded up to whole vectors of 16."""
-    return (n + 15) // 16 * 16
-
-
-def fits(kv_type: str, dim: int, dim_v: int) -> bool:
-    """Whether heads of these sizes can be kept in that type."""
-    return kv_type in PLAIN or (dim % GROUP == 0 and dim_v % GROUP == 0)
-
-
-def head_bytes(kv_type: str, n: int) -> int:
-    """Bytes of one head's keys (or values, n rounded up to 16) of one block."""
-    if kv_type in PLAIN:
-        return n * BLOCK * PLAIN[kv_type]
-    return n * BLOCK // (1 if kv_type == "q8_0" else 2) + n // GROUP * BLOCK * 2
-
-
-def layer_block_bytes(n_kv: int, dim: int, dim_v: int, kv_type: str) -> int:
-    """Bytes one layer takes in a pool block, a multiple of 64."""
-    size = n_kv * (head_bytes(kv_type, dim) + head_bytes(kv_type, room(dim_v)))
-    return -(-size // 64) * 64
 
 
 def _plain(kv_type: str) -> tuple[Any, Any]:

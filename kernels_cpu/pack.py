@@ -27,7 +27,6 @@ Word order inside a block is the file's: packing is a transposition, the arithme
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -36,51 +35,11 @@ from localrun.kernels_cpu.formats import BY_NAME, Format
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, octet_packer
 from localrun.kernels_cpu.simd import load_i32, load_i64, load_u8, store_scalar
+from localrun.kernels_cpu.sizes import PACKINGS as PACKINGS
+from localrun.kernels_cpu.sizes import Packing as Packing
 
-ROWS = 16
-"""Rows of a group."""
 AHEAD = 2048
 """How far before their use weights are fetched, bytes: hardware prefetching alone leaves a fifth of the memory's speed unused."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a tensor type is packed.
-
-    kind: '256', '32' or 'f', also the activation that goes with it; block: values a step of the kernel takes;
-    quants, scales: bytes per block and group of 16 rows, in two regions for kind '32', one after the other otherwise.
-    """
-
-    format: Format
-    kind: str
-    block: int
-    quants: int
-    scales: int
-
-    def group_bytes(self, n: int) -> int:
-        """Bytes of one group of 16 rows of n values, a multiple of 64."""
-        size = n // self.block * (self.quants + self.scales)
-        return (size + 63) // 64 * 64
-
-
-PACKINGS: dict[int, Packing] = {
-    p.format.id: p
-    for p in (
-        Packing(BY_NAME["F32"], "f", 1, 64, 0),
-        Packing(BY_NAME["F16"], "f", 1, 32, 0),
-        Packing(BY_NAME["BF16"], "f", 1, 32, 0),
-        Packing(BY_NAME["Q4_0"], "32", 32, 256, 32),
-        Packing(BY_NAME["Q4_1"], "32", 32, 256, 64),
-        Packing(BY_NAME["Q5_0"], "32", 32, 320, 32),
-        Packing(BY_NAME["Q5_1"], "32", 32, 320, 64),
-        Packing(BY_NAME["Q8_0"], "32", 32, 512, 32),
-        Packing(BY_NAME["Q4_K"], "256", 256, 2048, 320),
-        Packing(BY_NAME["Q5_K"], "256", 256, 2560, 320),
-        Packing(BY_NAME["Q6_K"], "256", 256, 3072, 320),
-        *(Packing(BY_NAME[o.name], o.kind, o.block, o.quants, o.scales) for o in OCTETS.values()),
-    )
-}
-"""By ggml type id: the types the matmul kernels take."""
 
 
 @numba.njit
