@@ -56,9 +56,13 @@ def decoder(isa: Isa, o: Octets) -> tuple[Any, Any]:
     return isa.ops.lookup(table), isa.ops.tile_dot4 if max(table) < 128 else isa.ops.tile_dot4_full
 
 
-def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
-    """(group, activations, stride, pair) -> integer dot products of sub-blocks 2 pair and 2 pair + 1 of a block of 256."""
+def _two_sub_blocks(isa: Isa, o: Octets, tokens: int, odd: int) -> Any:
+    """(group, activations, stride, pair) -> integer dot products of sub-blocks 2 pair and 2 pair + 1 of a block of 256.
+
+    odd: pair & 1, for the forms that shift by it, so that they shift by constants.
+    """
     code, dot4 = decoder(isa, o)
+    field = 2 * odd
 
     @numba.njit
     def nibbles_16(w: int, x: int, stride: int, pair: int) -> Any:
@@ -91,16 +95,10 @@ def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
         second = zeros_i32(tokens)
         w += (pair >> 1) * 256
         x += pair * 32
-        if pair & 1:
-            for g in range(4):
-                packed = load_u8x64(w + g * 64)
-                first = dot4(first, (packed >> 4) & 3, x + g * 4, stride)
-                second = dot4(second, (packed >> 6) & 3, x + 16 + g * 4, stride)
-        else:
-            for g in range(4):
-                packed = load_u8x64(w + g * 64)
-                first = dot4(first, packed & 3, x + g * 4, stride)
-                second = dot4(second, (packed >> 2) & 3, x + 16 + g * 4, stride)
+        for g in range(4):
+            packed = load_u8x64(w + g * 64)
+            first = dot4(first, (packed >> (2 * field)) & 3, x + g * 4, stride)
+            second = dot4(second, (packed >> (2 * field + 2)) & 3, x + 16 + g * 4, stride)
         return first, second
 
     @numba.njit
@@ -117,21 +115,20 @@ def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
         return first, second
 
     @numba.njit
-    def three_bits(quants: Any, thirds: Any, field: int, third: int) -> Any:
-        return code((bytes_of(quants >> (2 * field)) & 3) | (bytes_of((thirds >> third) << 2) & 4))
+    def three_bits(quants: Any, thirds: Any, field: int) -> Any:
+        return code((bytes_of(quants >> (2 * field)) & 3) | (bytes_of((thirds >> field) << 2) & 4))
 
     @numba.njit
     def three_bits_16(w: int, x: int, stride: int, pair: int) -> Any:
         first = zeros_i32(tokens)
         second = zeros_i32(tokens)
         x += pair * 32
-        field = 2 * (pair & 1)
-        third = 2 * (pair & 3)
+        third = 2 * (pair & 2)
         for g in range(4):
             quants = words_of(load_u8x64(w + ((pair >> 1) * 4 + g) * 64))
-            thirds = words_of(load_u8x64(w + 1024 + ((pair >> 2) * 4 + g) * 64))
-            first = dot4(first, three_bits(quants, thirds, field, third), x + g * 4, stride)
-            second = dot4(second, three_bits(quants, thirds, field + 1, third + 1), x + 16 + g * 4, stride)
+            thirds = words_of(load_u8x64(w + 1024 + ((pair >> 2) * 4 + g) * 64)) >> third
+            first = dot4(first, three_bits(quants, thirds, field), x + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, field + 1), x + 16 + g * 4, stride)
         return first, second
 
     @numba.njit
@@ -143,10 +140,10 @@ def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
         for g in range(4):
             quants = words_of(load_u8x64(w + (pair * 4 + g) * 64))
             thirds = words_of(load_u8x64(w + 1024 + ((pair >> 1) * 4 + g) * 64)) >> third
-            first = dot4(first, three_bits(quants, thirds, 0, 0), x + g * 4, stride)
-            first = dot4(first, three_bits(quants, thirds, 1, 1), x + 16 + g * 4, stride)
-            second = dot4(second, three_bits(quants, thirds, 2, 2), x + 32 + g * 4, stride)
-            second = dot4(second, three_bits(quants, thirds, 3, 3), x + 48 + g * 4, stride)
+            first = dot4(first, three_bits(quants, thirds, 0), x + g * 4, stride)
+            first = dot4(first, three_bits(quants, thirds, 1), x + 16 + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, 2), x + 32 + g * 4, stride)
+            second = dot4(second, three_bits(quants, thirds, 3), x + 48 + g * 4, stride)
         return first, second
 
     if o.bits == 3:
@@ -156,8 +153,28 @@ def _two_sub_blocks(isa: Isa, o: Octets, tokens: int) -> Any:
     return nibbles_16 if o.sub == 16 else nibbles_32
 
 
+def _sub_block_adder(isa: Isa, o: Octets, tokens: int, odd: int) -> Any:
+    """(total, offsets, group, activations, stride, pair) -> both with two sub-blocks added: scale * dot, scale * sum of the activations."""
+    two = _two_sub_blocks(isa, o, tokens, odd)
+    dot2 = isa.ops.tile_dot2
+    quants, sums, offset = o.quants, 288 if o.sub == 16 else 264, o.offset
+
+    @numba.njit
+    def add(total: Any, offsets: Any, w: int, x: int, stride: int, pair: int) -> Any:
+        scales = i8_to_i16(load_i8x32(w + quants + pair * 32))
+        first, second = two(w, x, stride, pair)
+        total = tile_scale_add(total, first, sar(words_of_pairs(scales) << 16, 16))
+        total = tile_scale_add(total, second, sar(words_of_pairs(scales), 16))
+        if offset:
+            offsets = dot2(offsets, scales, x + sums + pair * 4, stride)
+        return total, offsets
+
+    return add
+
+
 def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
-    two = _two_sub_blocks(isa, o, tokens)
+    add, add_odd = (_sub_block_adder(isa, o, tokens, odd) for odd in (0, 1))
+    by_two = o.bits < 4 and o.sub == 16
     dot2 = isa.ops.tile_dot2
     quants, step, size = o.quants, o.quants + o.scales, 256 // o.sub * 16
     sums, with_min = 288 if o.sub == 16 else 264, o.minimum is not None
@@ -173,13 +190,13 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
                 prefetch(w + AHEAD, lines)
             total = zeros_i32(tokens)
             offsets = zeros_i32(tokens)
-            for pair in range(size // 32):
-                scales = i8_to_i16(load_i8x32(w + quants + pair * 32))
-                first, second = two(w, x, stride, pair)
-                total = tile_scale_add(total, first, sar(words_of_pairs(scales) << 16, 16))
-                total = tile_scale_add(total, second, sar(words_of_pairs(scales), 16))
-                if offset:
-                    offsets = dot2(offsets, scales, x + sums + pair * 4, stride)
+            if by_two:
+                for pair in range(0, 8, 2):
+                    total, offsets = add(total, offsets, w, x, stride, pair)
+                    total, offsets = add_odd(total, offsets, w, x, stride, pair + 1)
+            else:
+                for pair in range(size // 32):
+                    total, offsets = add(total, offsets, w, x, stride, pair)
             if offset:
                 total = tile_scale_add(total, offsets, splat_i32(numba.int32(-offset)))
             value = tile_mul(tile_to_f32(total), f16_to_f32(load_f16x16(w + d_at)) * numba.float32(factor))
