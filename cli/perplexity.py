@@ -205,7 +205,9 @@ def _bar() -> Iterator[Any]:
         task = bars.add_task("evaluating", total=None)
 
         def advance(done: int, total: int | None = None) -> None:
-            bars.update(task, completed=done, **({} if total is None else {"total": total}))
+            if total is not None:
+                bars.update(task, total=total)
+            bars.update(task, completed=done)
 
         yield advance
 

@@ -98,7 +98,8 @@ def requests(body: EvaluateBody, tokens: Sequence[int], prefix: Sequence[int], r
     for number, window in enumerate(windows(len(tokens), body.window, body.stride, len(prefix))):
         front = list(prefix) if window.start else []
         fed = [*front, *tokens[window.start : window.end]]
-        ids = None if body.ids is None else [[]] * len(front) + body.ids[window.start : window.end]
+        nothing: list[list[int]] = [[]] * len(front)
+        ids = None if body.ids is None else nothing + body.ids[window.start : window.end]
         found.append((Evaluate(request_id=f"{request_id}-{number}", tokens=fed, top=body.top, ids=ids), window, len(front)))
     return found
 
