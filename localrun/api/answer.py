@@ -33,6 +33,20 @@ class Answer:
         self.logprobs.extend(piece.logprobs)
 
 
+@dataclass
+class Echo:
+    """A prompt that is repeated in front of its answer."""
+
+    text: str
+    ids: list[int] | None = None
+    """Its tokens, where they are known."""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    """Of each token; None of the first, which nothing comes before."""
+    top: list[dict[str, float] | None] = field(default_factory=list)
+    """The likeliest tokens at each place."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How one generation ended."""

@@ -134,8 +134,6 @@ def _tools(body: CountTokensBody, model: ModelDefaults) -> list[dict[str, Any]]:
         raise Unsupported(f"{model.name} does not support tools", param="tools")
     if choice is not None and choice.type != "auto":
         raise Unsupported(f'"tool_choice" {choice.type} {choice.name}'.rstrip() + " is not supported", param="tool_choice")
-    if choice is not None and choice.disable_parallel_tool_use:
-        raise Unsupported('"disable_parallel_tool_use" is not supported', param="tool_choice")
     return [_tool(tool) for tool in body.tools]
 
 

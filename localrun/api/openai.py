@@ -6,13 +6,14 @@ Departures from OpenAI are extras only (see openai_schema.py); from Ollama's cop
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localrun.api.answer import Answer, Outcome, new_id
+from localrun.api.answer import Answer, Echo, Outcome, new_id
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai_schema import Call, ChatCompletionBody, Common, CompletionBody, Part, TurnMessage
 from localrun.api.options import ModelDefaults, checked_options, merged, sampling
@@ -65,7 +66,6 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
         template=model.template,
         think=think,
         template_kwargs=body.chat_template_kwargs,
-        format=_format(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -75,8 +75,6 @@ def completion_requests(body: CompletionBody, model: ModelDefaults, request_id: 
     _require_completion(model, "completion")
     if body.suffix and model.fill is None:
         raise Unsupported(f"{model.name} does not support insert", param="suffix")
-    if body.echo:
-        raise Unsupported('"echo" is not supported', param="echo")
     prompts = [_completion_prompt(prompt, body.suffix or "", model) for prompt in prompts_of(body)]
     return _numbered(
         body, model, prompts, request_id, max_tokens=most_tokens(body.max_tokens, body, model), raw=True, logprobs=body.logprobs
@@ -122,8 +120,6 @@ def tools_of(body: ChatCompletionBody, model: ModelDefaults) -> list[dict[str, A
         raise Unsupported(f"{model.name} does not support tools", param="tools")
     if choice not in (None, "auto"):
         raise Unsupported(f'"tool_choice" {json.dumps(choice)} is not supported (only "auto" and "none" are)', param="tool_choice")
-    if not body.parallel_tool_calls:
-        raise Unsupported('"parallel_tool_calls" false is not supported', param="parallel_tool_calls")
     return body.tools
 
 
@@ -192,8 +188,15 @@ def _require_completion(model: ModelDefaults, what: str) -> None:
         raise Unsupported(f'"{model.name}" does not support {what}', param="model")
 
 
-def _format(body: ChatCompletionBody) -> str | dict[str, Any] | None:
+def _format(body: Common) -> str | dict[str, Any] | None:
     wanted = body.response_format
+    asked = [name for name in ("response_format", "grammar", "regex") if getattr(body, name) is not None]
+    if len(asked) > 1:
+        raise BadRequest(f"{' and '.join(asked)} exclude each other", param=asked[1])
+    if body.grammar is not None:
+        return {"grammar": body.grammar}
+    if body.regex is not None:
+        return {"regex": body.regex}
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -216,6 +219,7 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
                 Generate(
                     request_id=f"{request_id}-{len(result)}",
                     draft_num_predict=options.get("draft_num_predict", -1),
+                    format=_format(body),
                     sampling=sampling(drawn, bias),
                     stop=options["stop"],
                     num_ctx=options["num_ctx"],
@@ -383,37 +387,45 @@ class CompletionReply(_Reply):
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     object_whole = "text_completion"
     object_chunk = "text_completion"
+    echoes: Sequence[Echo] = ()
+    """Of each prompt, where they are repeated."""
     sent: dict[int, int] = field(default_factory=dict)
     """Characters sent so far, by choice: log-probabilities carry offsets."""
 
     def opening(self, started: Started) -> list[dict[str, Any]]:
-        return []
+        chunks = []
+        for index in range(len(self.echoes) * self.n):
+            echo = self.echoes[index // self.n]
+            self.sent[index] = len(echo.text)
+            chunks.append(self._chunk(self._choice(index, echo.text, None, _echo_logprobs(echo))))
+        return chunks
 
     def chunks(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
         if not piece.text and not piece.logprobs:
             return []
         offset = self.sent.get(choice, 0)
         self.sent[choice] = offset + len(piece.text)
-        return [self._chunk(self._choice(choice, piece.text, None, piece.logprobs, offset))]
+        return [self._chunk(self._choice(choice, piece.text, None, _completion_logprobs(piece.logprobs, offset)))]
 
     def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
-        return [self._chunk(self._choice(choice, "", finish_reason(outcome), [], 0))]
+        return [self._chunk(self._choice(choice, "", finish_reason(outcome), None))]
 
     def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
-        choices = [
-            self._choice(index, "".join(answer.text), finish_reason(outcome), answer.logprobs, 0)
-            for index, (answer, outcome) in enumerate(zip(answers, outcomes, strict=True))
-        ]
+        choices = []
+        for index, (answer, outcome) in enumerate(zip(answers, outcomes, strict=True)):
+            text, logprobs = "".join(answer.text), None
+            if self.echoes:
+                echo = self.echoes[index // self.n]
+                logprobs = _joined(_echo_logprobs(echo), _completion_logprobs(answer.logprobs, len(echo.text)))
+                text = echo.text + text
+            else:
+                logprobs = _completion_logprobs(answer.logprobs, 0)
+            choices.append(self._choice(index, text, finish_reason(outcome), logprobs))
         return self._envelope(self.object_whole, choices) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}
 
     @staticmethod
-    def _choice(index: int, text: str, reason: str | None, logprobs: Sequence[Logprob], offset: int) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": _completion_logprobs(logprobs, offset) if logprobs else None,
-            "finish_reason": reason,
-        }
+    def _choice(index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def finish_reason(outcome: Outcome) -> str:
@@ -427,14 +439,24 @@ def _chat_logprobs(logprobs: Sequence[Logprob]) -> dict[str, Any]:
     return {"content": logprob_items(logprobs), "refusal": None}
 
 
-def _completion_logprobs(logprobs: Sequence[Logprob], offset: int) -> dict[str, Any]:
-    offsets = []
-    for item in logprobs:
-        offsets.append(offset)
-        offset += len(item.token)
-    return {
-        "tokens": [item.token for item in logprobs],
-        "token_logprobs": [item.logprob for item in logprobs],
-        "top_logprobs": [{top.token: top.logprob for top in item.top} for item in logprobs],
-        "text_offset": offsets,
-    }
+def _completion_logprobs(logprobs: Sequence[Logprob], offset: int) -> dict[str, Any] | None:
+    if not logprobs:
+        return None
+    tokens = [item.token for item in logprobs]
+    top = [{top.token: top.logprob for top in item.top} for item in logprobs]
+    return _listed(tokens, [item.logprob for item in logprobs], top, offset)
+
+
+def _echo_logprobs(echo: Echo) -> dict[str, Any] | None:
+    return _listed(echo.tokens, echo.logprobs, echo.top, 0) if echo.tokens else None
+
+
+def _listed(tokens: Sequence[str], logprobs: Sequence[Any], top: Sequence[Any], offset: int) -> dict[str, Any]:
+    offsets = [offset + before for before in itertools.accumulate((len(token) for token in tokens), initial=0)][:-1]
+    return {"tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": list(top), "text_offset": offsets}
+
+
+def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    if first is None or second is None:
+        return first or second
+    return {name: first[name] + second[name] for name in first}

@@ -101,6 +101,9 @@ class Common(Body):
     presence_penalty: float | None = honoured(None, "Subtracted once from the score of tokens seen lately.", ge=-2, le=2)
     logit_bias: dict[str, float] = honoured({}, "Token id to what is added to its score, -100 to 100.")
     user: str = accepted("", "Without effect: names your user to a provider.")
+    response_format: ResponseFormat | None = honoured(None, "What the answer looks like (on completions, an extra).")
+    grammar: str | None = honoured(None, "Extra: a grammar in Lark's or llama.cpp's notation that the answer must follow.")
+    regex: str | None = honoured(None, "Extra: a regular expression that the whole answer must match.")
     # localrun's own
     top_k: int | None = honoured(None, "Extra: only the k likeliest tokens are candidates.")
     min_p: float | None = honoured(None, "Extra: tokens less likely than this share of the likeliest one are out.")
@@ -120,7 +123,6 @@ class ChatCompletionBody(Common):
 
     messages: list[TurnMessage] = honoured(..., "The conversation so far.")
     max_completion_tokens: int | None = honoured(None, "Most tokens of the answer; wins over max_tokens.", ge=0)
-    response_format: ResponseFormat | None = honoured(None, "What the answer looks like.")
     tools: list[dict[str, Any]] = honoured([], "Functions that the model may call.")
     tool_choice: str | dict[str, Any] | None = honoured(None, "auto, none, required, or one function.")
     parallel_tool_calls: bool = honoured(True, "false: at most one call in an answer.")

@@ -120,8 +120,6 @@ def _tools(body: ResponsesBody, model: ModelDefaults) -> list[dict[str, Any]]:
     if body.tool_choice not in (None, "auto"):
         choice = json.dumps(body.tool_choice)
         raise Unsupported(f'"tool_choice" {choice} is not supported (only "auto" and "none" are)', param="tool_choice")
-    if not body.parallel_tool_calls:
-        raise Unsupported('"parallel_tool_calls" false is not supported', param="parallel_tool_calls")
     return [_tool(tool) for tool in body.tools]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localrun.api import anthropic_schema, openai_schema, responses_schema, schema
+from localrun.api import anthropic_schema, evaluate, openai_schema, responses_schema, schema
 from localrun.api.fields import Body
 
 Family = Literal["ollama", "openai", "anthropic"]
@@ -44,6 +44,7 @@ ROUTES: list[Route] = [
     *_route("POST", "/api/chat", "chat", "ollama", schema.ChatBody, "Answers a conversation."),
     *_route("POST", "/api/tokenize", "tokenize", "ollama", schema.TokenizeBody, "A text as tokens."),
     *_route("POST", "/api/detokenize", "detokenize", "ollama", schema.DetokenizeBody, "Tokens as text."),
+    *_route("POST", "/api/evaluate", "evaluate", "ollama", evaluate.EvaluateBody, "How likely the model finds a text."),
     *_route("POST", "/api/pull", "pull", "ollama", schema.PullBody, "Brings a model into the store."),
     *_route("POST", "/api/create", "create", "ollama", schema.CreateBody, "Makes a model from another one or from files."),
     *_route("POST", "/api/copy", "copy", "ollama", schema.CopyBody, "Gives a model a second name."),

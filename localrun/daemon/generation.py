@@ -8,6 +8,8 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
+
 from localrun.api import anthropic, ollama, openai, responses
 from localrun.api.answer import Answer, Outcome, Reply
 from localrun.api.anthropic_schema import CountTokensBody, MessagesBody
@@ -15,6 +17,7 @@ from localrun.api.openai_schema import ChatCompletionBody, CompletionBody
 from localrun.api.options import keep_alive_seconds, model_options
 from localrun.api.responses_schema import ResponsesBody
 from localrun.api.schema import ChatBody, DetokenizeBody, GenerateBody, TokenizeBody
+from localrun.daemon.echo import echo_of
 from localrun.daemon.exchange import Exchange, Framing
 from localrun.daemon.loader import Resident
 from localrun.daemon.runners import Progress, Stream
@@ -65,15 +68,26 @@ async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
     stored, resident = await _hold_for_openai(x, body)
     requests = openai.chat_requests(body, await x.services.defaults(stored, body.model), x.id)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    await _answer(x, resident, requests, openai.ChatReply(body.model, n=body.n, include_usage=usage), "sse" if body.stream else None)
+    reply = openai.ChatReply(body.model, n=body.n, include_usage=usage)
+    await _answer(x, resident, requests, reply, "sse" if body.stream else None, one_call=not body.parallel_tool_calls)
 
 
 async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     """POST /v1/completions."""
     stored, resident = await _hold_for_openai(x, body)
     requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
+    echoes = []
+    if body.echo:
+        for number, prompt in enumerate(openai.prompts_of(body)):
+            echoes.append(await echo_of(x, resident, f"{x.id}-echo{number}", prompt, body.logprobs))
     usage = body.stream_options is not None and body.stream_options.include_usage
-    await _answer(x, resident, requests, openai.CompletionReply(body.model, n=body.n, include_usage=usage), "sse" if body.stream else None)
+    await _answer(
+        x,
+        resident,
+        requests,
+        openai.CompletionReply(body.model, n=body.n, include_usage=usage, echoes=echoes),
+        "sse" if body.stream else None,
+    )
 
 
 async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
@@ -82,7 +96,8 @@ async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
     stored = await x.services.stored(body.model)
     resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     request = responses.response_request(body, await x.services.defaults(stored, body.model), x.id)
-    await _answer(x, resident, [request], responses.ResponseReply(body), "events" if body.stream else None)
+    reply = responses.ResponseReply(body)
+    await _answer(x, resident, [request], reply, "events" if body.stream else None, one_call=not body.parallel_tool_calls)
 
 
 async def v1_messages(x: Exchange, body: MessagesBody) -> None:
@@ -91,7 +106,8 @@ async def v1_messages(x: Exchange, body: MessagesBody) -> None:
     stored = await x.services.stored(body.model)
     resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     request = anthropic.messages_request(body, await x.services.defaults(stored, body.model), x.id)
-    await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None)
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None, one_call=one_call)
 
 
 async def count_tokens(x: Exchange, body: CountTokensBody) -> None:
@@ -203,12 +219,17 @@ async def _answer_ollama(x: Exchange, body: GenerateBody | ChatBody, resident: R
     await _answer(x, resident, [request], reply, "ndjson" if body.stream else None)
 
 
-async def _answer(x: Exchange, resident: Resident, requests: list[Generate], reply: Reply, framing: Framing | None) -> None:
-    """Sends the requests and passes on what comes back: as it comes where `framing` says how, else at the end."""
+async def _answer(
+    x: Exchange, resident: Resident, requests: list[Generate], reply: Reply, framing: Framing | None, *, one_call: bool = False
+) -> None:
+    """Sends the requests and passes on what comes back: as it comes where `framing` says how, else at the end.
+
+    one_call: an answer ends with its first tool call.
+    """
     events = resident.runner.open(requests)
     x.stack.callback(events.close)
     x.failing = reply.failing
-    gathered = _Gathered(x, len(requests))
+    gathered = _Gathered(x, len(requests), one_call)
     for watch in gathered.watches:
         x.stack.callback(watch.close)
     while not gathered.complete:
@@ -234,8 +255,9 @@ async def _answer(x: Exchange, resident: Resident, requests: list[Generate], rep
 class _Gathered:
     """What has come of the requests so far."""
 
-    def __init__(self, x: Exchange, n: int) -> None:
+    def __init__(self, x: Exchange, n: int, one_call: bool = False) -> None:
         self._x = x
+        self._one_call = one_call
         self.answers = [Answer() for _ in range(n)]
         self.started: list[Started | None] = [None] * n
         self.called_tools = [False] * n
@@ -251,7 +273,24 @@ class _Gathered:
     def done(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome is not None]
 
+    def take(self, number: int, piece: Piece, events: Stream) -> Piece | None:
+        """What of a piece belongs to the answer; None: nothing of it, for the answer has ended with the call before."""
+        self.watches[number].piece()
+        if self._one_call and self.called_tools[number]:
+            return None
+        if piece.tool_calls:
+            self.called_tools[number] = True
+            if self._one_call:
+                events.cancel(number)
+                return msgspec.structs.replace(piece, tool_calls=piece.tool_calls[:1])
+        return piece
+
     def end(self, number: int, finished: Finished) -> Outcome:
+        """A request has ended. Raises RequestCancelled when it was not we who ended it."""
+        if finished.reason == "cancelled":
+            if not (self._one_call and self.called_tools[number]):
+                raise RequestCancelled()
+            finished = msgspec.structs.replace(finished, reason="stop")
         started = self.started[number] or Started(
             request_id=finished.request_id, prompt_tokens=finished.prompt_tokens, cached_tokens=finished.cached_tokens, seed=finished.seed
         )
@@ -283,20 +322,18 @@ async def _next(gathered: _Gathered, events: Stream, reply: Reply | None) -> lis
     """Takes one event in; what there is to send of it, where a reply is streamed. Raises the error a request ended with."""
     number, event = await events.next()
     if isinstance(event, Piece):
-        gathered.watches[number].piece()
-        if event.tool_calls:
-            gathered.called_tools[number] = True
+        piece = gathered.take(number, event, events)
+        if piece is None:
+            return []
         if reply is not None:
-            return reply.chunks(number, event)
-        gathered.answers[number].add(event)
+            return reply.chunks(number, piece)
+        gathered.answers[number].add(piece)
     elif isinstance(event, Started):
         first = not any(gathered.started)
         gathered.started[number] = event
         gathered.watches[number].started(event)
         return reply.opening(event) if reply is not None and first else []
     elif isinstance(event, Finished):
-        if event.reason == "cancelled":
-            raise RequestCancelled()
         outcome = gathered.end(number, event)
         return reply.closing(number, outcome) if reply is not None else []
     else:

@@ -59,6 +59,8 @@ class Resident:
     last_used: float = field(default_factory=time.monotonic)
     progress: LoadProgress | None = None
     listeners: list[Progress] = field(default_factory=list)
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """Texts of tokens that somebody has asked for."""
     timer: asyncio.TimerHandle | None = None
     leaving: bool = False
     """Takes no new request: it is being stopped, or will be when the last one ends."""

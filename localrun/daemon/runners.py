@@ -133,6 +133,12 @@ class Stream:
         """Whether `next` has something at once."""
         return bool(self._events)
 
+    def cancel(self, number: int) -> None:
+        """Asks for the end of one request, whose last event still comes."""
+        for request_id, its_number in self._numbers.items():
+            if its_number == number:
+                self._runner.cancel(request_id)
+
     def close(self) -> None:
         """Cancels what is still running. Idempotent."""
         for request_id in self._open:

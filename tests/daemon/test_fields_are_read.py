@@ -60,6 +60,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("POST", "/v1/completions", {"model": "able", "prompt": ["x"], "stream_options": {}}),
+    ("POST", "/api/evaluate", {"model": "able", "text": "x", "window": 9, "stride": 3}),
     ("POST", "/api/tokenize", {"model": "able", "content": "x"}),
     ("POST", "/api/detokenize", {"model": "able", "tokens": [1]}),
     (
