@@ -221,28 +221,26 @@ def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[di
     command = [sys.executable, "-c", "from localrun.kernels_cpu.compile import _worker; _worker()"]
     package_root = str(Path(importlib.import_module("localrun").__file__ or "").parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdin and process.stdout
-        watchdog = threading.Timer(COMPILE_TIMEOUT_S, process.kill)
-        watchdog.start()
-        try:
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+            assert process.stdin and process.stdout
             while True:
                 job = jobs.get_nowait()
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
+                watchdog = threading.Timer(COMPILE_TIMEOUT_S, process.kill)
+                watchdog.start()
+                try:
+                    process.stdin.write(json.dumps(job) + "\n")
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                finally:
+                    watchdog.cancel()
                 answers.put({"name": job["name"], **(json.loads(line) if line else {"error": "the compiling process ended"})})
                 if not line:
                     return
-        except queue.Empty:
-            pass
-        except OSError as error:
-            answers.put({"name": "", "error": f"the compiling process ended: {error}"})
-        finally:
-            watchdog.cancel()
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            process.wait()
+    except queue.Empty:
+        pass
+    except OSError as error:
+        answers.put({"name": "", "error": f"the compiling process ended: {error}"})
 
 
 def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> Path:
@@ -270,9 +268,12 @@ def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_work
     if progress:
         progress("compiling kernels", 0, len(missing))
     for done in range(1, len(missing) + 1):
-        answer = answers.get(timeout=COMPILE_TIMEOUT_S)
+        answer = answers.get(timeout=2 * COMPILE_TIMEOUT_S)
         if "error" in answer:
             failures.append(f"kernel {answer['name']}: {answer['error']}")
+            with contextlib.suppress(queue.Empty):  # what is not begun need not be
+                while True:
+                    jobs.get_nowait()
             break
         if progress:
             progress("compiling kernels", done, len(missing))
