@@ -87,7 +87,8 @@ class TensorInfo:
 class _Part:
     """One file of a model: mapped, its header read from front to back with a cursor."""
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, path: Path, number: int, size: int | None = None) -> None:
+        """size: of the whole file, when `path` holds only the beginning of it."""
         self.path = path
         self.number = number
         self.version = 0
@@ -103,6 +104,9 @@ class _Part:
             raise ModelFileError(path, "", f"cannot be opened: {e.strerror or e}") from e
         except ValueError as e:
             raise ModelFileError(path, "", f"cannot be mapped into memory: {e}") from e
+        self._end = min(self.size, MAX_HEADER)
+        if size is not None:
+            self.size = size
         try:
             self._read()
         except BaseException:
@@ -161,7 +165,6 @@ class _Part:
         if self.map is None:
             raise self.fail("", "is empty (0 bytes); download it again")
         self._buffer = self.map
-        self._end = min(self.size, MAX_HEADER)
         magic = self.map[:4]
         if magic != b"GGUF":
             raise self.fail("magic", f"is {magic!r}, not b'GGUF'; this is no GGUF file")
@@ -391,17 +394,18 @@ class GGUFFile:
         self.close()
 
 
-def open_gguf(path: str | Path, *, parts: Sequence[str | Path] | None = None) -> GGUFFile:
+def open_gguf(path: str | Path, *, parts: Sequence[str | Path] | None = None, sizes: Sequence[int] | None = None) -> GGUFFile:
     """Opens and checks a GGUF file; a model split into `NAME-00001-of-0000N.gguf` is opened by its first part and comes as one.
 
     parts: where the second and later parts lie when they are not beside the first under the usual names (a store of blobs).
+    sizes: the files hold only the beginning of files of these many bytes, one for each part: the header can be read, no tensor's data.
     Raises ModelFileError: the file cannot be opened, is damaged, incomplete, of another version or byte order, or a part is missing.
     """
     path = Path(path)
-    opened = [_Part(path, 0)]
+    opened = [_Part(path, 0, sizes[0] if sizes else None)]
     try:
         for number, part_path in enumerate(_other_parts(opened[0], parts), start=1):
-            opened.append(_Part(part_path, number))
+            opened.append(_Part(part_path, number, sizes[number] if sizes else None))
             _check_part(opened[0], opened[number], number)
         _check_split_total(opened)
         return GGUFFile(path, opened)

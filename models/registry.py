@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, printable
 from localrun.models.params import Keys
-from localrun.models.rope import Rope
+
+if TYPE_CHECKING:  # the table of architectures is read where NumPy must not be loaded
+    from localrun.models.rope import Rope
 
 ARCHITECTURES = {
     "llama": "llama",
