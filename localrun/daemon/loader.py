@@ -21,7 +21,7 @@ from typing import Any
 from localrun.daemon.runners import LoadHook, Progress, Runner
 from localrun.durations import FOREVER
 from localrun.engine.memory import available_memory
-from localrun.errors import Busy, LoadFailed, LocalrunError
+from localrun.errors import Busy, LoadFailed, LocalrunError, from_wire
 from localrun.messages import Load, Loaded, LoadProgress
 from localrun.settings import Settings
 
@@ -240,7 +240,8 @@ class Loader:
             loaded = await self._start(resident, load)
         except LocalrunError as error:
             log.warning("%s: not loaded: %s", wanted.name, error)
-            self._settle(resident, error)
+            # Where the file lies is nothing to a client, who knows it by its model's name.
+            self._settle(resident, from_wire(error.code, str(error).replace(str(wanted.path), wanted.name), error.param))
         except Exception as error:
             log.exception("%s: not loaded", wanted.name)
             self._settle(resident, LoadFailed(f"{wanted.name} could not be loaded: {type(error).__name__}"))

@@ -100,6 +100,14 @@ def _run(connection: Connection, load: LoadHook) -> None:
     runner.main(connection, load)
 
 
+def reported(event: Failed) -> LocalrunError:
+    """The error that a runner reports. What is nobody's fault but ours stays in the log: it may name files, and helps no client."""
+    if event.code == LocalrunError.code:
+        log.error("request %s: %s", event.request_id or "(load)", event.message)
+        return LocalrunError("internal error in the model's process; the server's log has the details")
+    return from_wire(event.code, event.message, event.param)
+
+
 class Stream:
     """The events of one message's requests (several where a client asked for several answers), in the order they happened.
 
@@ -126,7 +134,7 @@ class Stream:
                 self._waiter = None
         number, event = self._events.popleft()
         if isinstance(event, Failed):
-            raise from_wire(event.code, event.message, event.param)
+            raise reported(event)
         return number, event
 
     def ready(self) -> bool:
@@ -289,7 +297,7 @@ class Runner:
                 self._loading.set_result(event)
         elif isinstance(event, Failed) and not event.request_id:
             if self._loading is not None and not self._loading.done():
-                self._loading.set_exception(from_wire(event.code, event.message, event.param))
+                self._loading.set_exception(reported(event))
         else:
             stream = self._streams.get(event.request_id)
             if stream is None:

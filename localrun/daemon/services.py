@@ -125,7 +125,7 @@ def read_facts(stored: StoredModel, override: str | None) -> FileFacts:
                 tensors=[{"name": name, "type": tensor.type, "shape": list(tensor.shape)} for name, tensor in gguf.tensors.items()],
             )
     except ModelFileError as error:
-        raise ModelFileRejected(str(error)) from error
+        raise _rejected(error, stored) from error
 
 
 def _abilities(gguf: GGUFFile, override: str | None) -> tuple[tuple[str, ...], Callable[[str, str], str] | None]:
@@ -153,7 +153,12 @@ def read_long_arrays(stored: StoredModel) -> dict[str, Any]:
         with open_gguf(stored.model_path) as gguf:
             return {key: list(value) for key, value in gguf.metadata.items() if isinstance(value, list) and len(value) > LONGEST_ARRAY}
     except ModelFileError as error:
-        raise ModelFileRejected(str(error)) from error
+        raise _rejected(error, stored) from error
+
+
+def _rejected(error: ModelFileError, stored: StoredModel) -> ModelFileRejected:
+    """Where the file lies is nothing to a client, who knows it by its model's name."""
+    return ModelFileRejected(str(error).replace(str(stored.model_path), stored.name))
 
 
 def _message(stored: dict[str, Any]) -> Message:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from localrun.errors import LoadFailed
 from tests import fakes
 from tests.daemon import serving
 from tests.daemon.serving import Daemon, saying
@@ -46,6 +47,11 @@ def load_slowly(load: Any, progress: Any, *, gate: str) -> Any:
         steps += 1
         progress("waiting at the gate", steps, 10_000)
     return fakes.load_scripted(load, progress, reply="loaded")
+
+
+def load_upside_down(load: Any, progress: Any) -> Any:
+    """A load that fails, with a message that names the file."""
+    raise LoadFailed(f"the weights are upside down of {load.path}")
 
 
 def load_silently(load: Any, progress: Any) -> Any:
@@ -186,13 +192,17 @@ def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_load_that_fails_says_why_and_the_next_request_tries_again(tmp_path: Path) -> None:
-    hook = functools.partial(fakes.load_failing, message="the weights are upside down")
-    with serving.daemon(tmp_path, hook) as running:
+    with serving.daemon(tmp_path, load_upside_down) as running:
         for _ in range(2):
             answer = chat(running)
             assert answer["status"] == 500
-            assert "the weights are upside down" in answer["error"]
+            assert answer["error"] == "the weights are upside down of tiny:latest"
         assert running.loaded() == []
+
+
+def test_mistakes_of_ours_stay_in_the_log(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, functools.partial(fakes.load_failing, message="no such file: /secret")) as running:
+        assert chat(running)["error"] == "internal error in the model's process; the server's log has the details"
 
 
 def test_a_load_that_makes_no_progress_is_given_up(tmp_path: Path) -> None:
