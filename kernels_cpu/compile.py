@@ -1,8 +1,9 @@
 """From a kernel's Python to machine code in memory, through a cache of object files.
 
 A kernel is made by a factory, `factory(isa, *params)`, that returns a function `f(args, head, chunk, thread)` of four int64 for Numba.
-Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one machine), and the object file
-is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite and the CPU's features.
+Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one machine),
+and the object file is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite and the CPU's
+features.
 Loading from the cache needs llvmlite only, neither Numba nor a compiler.
 
     void kernel(i64 args, i64 head, i64 chunk, i64 thread)
@@ -196,10 +197,20 @@ def cache_folder(root: Path, isa: Isa) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, also when two processes compile the same kernel."""
+    """An object behind its hash; whole or not at all, also when two processes compile the same kernel."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(data)
+    part.write_bytes(hashlib.sha256(data).digest() + data)
     part.replace(path)
+
+
+def _read(path: Path) -> bytes | None:
+    """The object in a file of the cache; None when there is none or it is damaged (loading it would end the process)."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = content[:32], content[32:]
+    return data if digest == hashlib.sha256(data).digest() else None
 
 
 def _worker() -> None:
@@ -244,13 +255,13 @@ def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[di
 
 
 def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> Path:
-    """Compiles, in parallel processes, those of `specs` that the cache does not hold. Returns the cache folder.
+    """Compiles, in parallel processes, those of `specs` that the cache does not hold undamaged. Returns the cache folder.
 
     progress: called with ('compiling kernels', done, total) as each one is finished.
     Raises CompileError naming the first kernel that failed.
     """
     folder = cache_folder(root, isa)
-    missing = [spec for spec in dict.fromkeys(specs) if not (folder / f"{spec.name}.o").exists()]
+    missing = [spec for spec in dict.fromkeys(specs) if _read(folder / f"{spec.name}.o") is None]
     if not missing:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,14 +321,17 @@ class KernelLibrary:
         return self.load([spec])[spec]
 
     def _link(self, spec: KernelSpec, path: Path) -> int:
+        data = _read(path)
+        if data is None:
+            raise CompileError(f"kernel {spec.name}: the object just written to {path} cannot be read back")
         try:
             engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(self.isa))
-            engine.add_object_file(llvm.ObjectFileRef.from_data(path.read_bytes()))
+            engine.add_object_file(llvm.ObjectFileRef.from_data(data))
             engine.finalize_object()
             address = int(engine.get_function_address(ENTRY))
-        except (RuntimeError, OSError) as error:
-            raise CompileError(f"kernel {spec.name}: the cached object {path} cannot be loaded ({error}); delete it and try again") from error
+        except RuntimeError as error:
+            raise CompileError(f"kernel {spec.name}: the object {path} cannot be loaded: {error}") from error
         if not address:
-            raise CompileError(f"kernel {spec.name}: the cached object {path} holds no kernel; delete it and try again")
+            raise CompileError(f"kernel {spec.name}: the object {path} holds no kernel")
         self._engines.append(engine)
         return address
