@@ -1,9 +1,9 @@
 """From a kernel's Python to machine code in memory, through a cache of object files.
 
 A kernel is made by a factory, `factory(isa, *params)`, that returns a function `f(args, head, chunk, thread)` of four int64 for Numba.
-Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one machine),
-and the object file is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite and the CPU's
-features.
+Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one
+machine), and the object file is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite
+and the CPU's features.
 Loading from the cache needs llvmlite only, neither Numba nor a compiler.
 
     void kernel(i64 args, i64 head, i64 chunk, i64 thread)
