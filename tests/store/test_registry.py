@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from localrun.errors import BadRequest, DownloadFailed, RequestCancelled
-from localrun.store import PullProgress, Store, registry
+from localrun.store import PullProgress, Store, download
 from localrun.store.blobs import DigestMismatch
 from localrun.store.manifests import BadManifest
 from tests.store.conftest import tiny_gguf
@@ -161,7 +161,7 @@ class Registry:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     found = Registry()
-    monkeypatch.setattr(registry, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(download, "BACKOFF_S", 0.01)
     yield found
     found.close()
 
@@ -202,7 +202,7 @@ def test_whole_model(store: Store, server: Registry) -> None:
 
 
 def test_chunks_are_joined_in_order(store: Store, server: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(download, "CHUNK_BYTES", 1000)
     server.add("library/tiny:latest", LAYERS)
     pulled(store, server)
     digest = f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"
@@ -292,7 +292,7 @@ def test_nobody_listens(store: Store, server: Registry) -> None:
 
 
 def test_server_without_ranges(store: Store, server: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(download, "CHUNK_BYTES", 1000)
     server.ranges = False
     server.cut = 2
     server.add("library/tiny:latest", {"model": WEIGHTS})
@@ -314,7 +314,7 @@ def test_another_content_than_promised(store: Store, server: Registry) -> None:
 
 
 def test_damaged_beginning_is_fetched_again(store: Store, server: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(download, "CHUNK_BYTES", 1000)
     server.add("library/tiny:latest", {"model": WEIGHTS})
     digest = f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"
     with store.blobs.receive(digest) as writer:
@@ -360,7 +360,7 @@ def test_cancelled_at_once_while_the_server_is_silent(store: Store, server: Regi
     started = time.monotonic()
     with pytest.raises(RequestCancelled):
         pulled(store, server, cancelled=server.halfway.is_set)
-    assert time.monotonic() - started < registry.SILENCE_S / 2
+    assert time.monotonic() - started < download.SILENCE_S / 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pull")]
     server.hold.set()
     pulled(store, server)
@@ -388,12 +388,12 @@ def test_killed_pull_resumes(store: Store, server: Registry) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from localrun.store import Store, registry
-registry.CHUNK_BYTES = 1000
+from localrun.store import Store, download
+download.CHUNK_BYTES = 1000
 def progress(line):
     if line.total == {len(WEIGHTS)} and line.completed >= 8000:
         os.kill(os.getpid(), {int(signal.SIGKILL)})
-registry._POLL_S = 0
+download.POLL_S = 0
 Store(Path({str(store.root)!r})).pull({name_of(server)!r}, progress, insecure=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -403,11 +403,11 @@ Store(Path({str(store.root)!r})).pull({name_of(server)!r}, progress, insecure=Tr
     ((partial, had),) = store.blobs.partials()
     assert partial == digest and had > 0
     before = len(server.requests)
-    registry_chunk, registry.CHUNK_BYTES = registry.CHUNK_BYTES, 1000
+    registry_chunk, download.CHUNK_BYTES = download.CHUNK_BYTES, 1000
     try:
         pulled(store, server)
     finally:
-        registry.CHUNK_BYTES = registry_chunk
+        download.CHUNK_BYTES = registry_chunk
     assert store.get(name_of(server)).model_path.read_bytes() == WEIGHTS
     again = [headers["range"] for _, path, headers in server.requests[before:] if digest in path and headers["range"] != "bytes=0-0"]
     starts = [int(text.removeprefix("bytes=").split("-")[0]) for text in again]
