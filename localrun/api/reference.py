@@ -25,7 +25,7 @@ request body this page says what becomes of it:
   field's name.
 
 A field that is not listed is answered with status 400 and its name as well: nothing that a client asks for is ignored. null means absent.
-Nothing depends on the request's content type.
+Nothing depends on the request's content type. The daemon serves the same as an OpenAPI document at `/openapi.json`, and to try at `/docs`.
 
 ## Where answers differ from Ollama's, on purpose
 

@@ -123,10 +123,6 @@ class PullBody(ModelBody):
     password: str = accepted("", "Without effect, as in Ollama.")
 
 
-class PushBody(PullBody):
-    """POST /api/push."""
-
-
 class CopyBody(Body):
     """POST /api/copy."""
 

@@ -4,6 +4,7 @@ what they do."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +68,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
             _endpoint(app, route),
             methods=route.methods,
             summary=route.summary,
-            operation_id=f"{route.handler}_{route.method}".lower(),
+            operation_id=re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_").lower(),
             tags=[route.family],
             openapi_extra=_request_body(route),
             response_model=None,

@@ -16,7 +16,7 @@ from localrun import __version__
 from localrun.api import models
 from localrun.api.schema import CopyBody, CreateBody, ModelBody, PullBody, ShowBody
 from localrun.daemon.exchange import Exchange
-from localrun.daemon.guard import own_addresses
+from localrun.daemon.guard import Unauthorized, own_addresses
 from localrun.daemon.metrics import CONTENT_TYPE as METRICS_TYPE
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
@@ -54,6 +54,21 @@ async def health(x: Exchange, body: None) -> None:
 async def metrics(x: Exchange, body: None) -> None:
     """GET /metrics."""
     await x.data(x.services.metrics.text(), METRICS_TYPE)
+
+
+async def not_there(x: Exchange, body: None) -> None:
+    """An endpoint of a dialect that is not implemented."""
+    raise Unsupported(f"{x.request.url.path} is not supported yet")
+
+
+async def status(x: Exchange, body: None) -> None:
+    """GET /api/status: Ollama's clients ask whether its cloud may be used."""
+    await x.json({"cloud": {"disabled": True, "source": "none"}})
+
+
+async def no_account(x: Exchange, body: None) -> None:
+    """POST /api/me, /api/signout: accounts of Ollama's cloud."""
+    raise Unauthorized("there are no accounts here: everything runs on this machine")
 
 
 # ---- telling ------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import signal
 import socket
@@ -55,6 +56,8 @@ def serve(settings: Settings, *, ready: Callable[[str, int], None] | None = None
         host, port = listener.getsockname()[:2]
 
         def started() -> None:
+            if not settings.api_keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+                log.warning("anyone who reaches this address can use it; LOCALRUN_API_KEYS asks them for a key")
             log.info("localrun %s listens at http://%s:%d", __version__, f"[{host}]" if ":" in host else host, port)
             if ready is not None:
                 ready(host, port)
