@@ -1,8 +1,8 @@
 """Mixtures of experts: choosing, sorting tokens by expert, multiplying by the chosen experts' matrices only, summing up.
 
 Of T tokens with k experts each there are T * k pairs; pair t * k + s is token t's s-th choice. `sort` lists them by expert, in the order of
-pairs within an expert; matrices are applied to rows in that order, and `combine` adds a token's rows in the order of its choices, so that its bits
-do not depend on the rest of the batch.
+pairs within an expert; matrices are applied to rows in that order, and `combine` adds a token's rows in the order of its choices, so that
+its bits do not depend on the rest of the batch.
 
 Memory of a routing, all of it written anew in each layer (offsets by `Layout`): choices and weights by pair, the order, the places of the
 pairs in it, where each expert begins, which experts have any token.
@@ -118,9 +118,9 @@ def _drop_groups(asked: int, n: int, n_groups: int, n_used: int) -> None:
 def route(isa: Isa) -> Any:
     """Kernel, one row a chunk: a token's experts and their weights.
 
-    args: 0 scores (overwritten), 1 their row stride, 2 experts, 3 experts to choose, 4 GATES, 5 bias added for choosing only (0: none), 6 whether the
-    weights are divided by their sum, 7 factor of the weights (float bits), 8 groups, 9 groups to use, 10 choices int32, 11 weights float32,
-    12 scratch rows, 13 their stride.
+    args: 0 scores (overwritten), 1 their row stride, 2 experts, 3 experts to choose, 4 GATES, 5 bias added for choosing only (0: none), 6
+    whether the weights are divided by their sum, 7 factor of the weights (float bits), 8 groups, 9 groups to use, 10 choices int32, 11
+    weights float32, 12 scratch rows, 13 their stride.
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:
@@ -211,8 +211,8 @@ def sort(isa: Isa) -> Any:
 def gather(isa: Isa) -> Any:
     """Kernel, one place of the order a chunk: the row of the pair's token, quantized for its readers.
 
-    args: 0 rows, 1 their stride, 2 n, 3 order, 4.. readers (see give), 12 choices of a token, 13 weights by which rows are multiplied (0: none),
-    14 scratch rows, 15 their stride.
+    args: 0 rows, 1 their stride, 2 n, 3 order, 4.. readers (see give), 12 choices of a token, 13 weights by which rows are multiplied (0:
+    none), 14 scratch rows, 15 their stride.
     """
 
     def kernel(args: int, head: int, place: int, thread: int) -> None:
@@ -235,9 +235,10 @@ def expert_matmul(isa: Isa, type_name: str, heads: int = 0) -> Any:
 
     With `heads`, every token has one row for each matrix instead: row t * matrices + e.
 
-    args: 0 addresses of the matrices (packed, or as the file has them), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations, 5 their stride,
-    6 out float32, 7 its stride, 8 groups a chunk, 9 chunks a matrix, 10 biases float32 (0: none), 11 bytes from bias to bias, 12 starts, 13 active,
-    14 n_active, 15 bytes of a row in the file (0: the weights are packed), 16 scratch, 17 bytes of scratch a thread, 18 matrices.
+    args: 0 addresses of the matrices (packed, or as the file has them), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations, 5
+    their stride, 6 out float32, 7 its stride, 8 groups a chunk, 9 chunks a matrix, 10 biases float32 (0: none), 11 bytes from bias to bias,
+    12 starts, 13 active, 14 n_active, 15 bytes of a row in the file (0: the weights are packed), 16 scratch, 17 bytes of scratch a thread,
+    18 matrices.
     """
     tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
     pack_group = group_packer(type_name)

@@ -95,8 +95,8 @@ def _norm(head: int, n: int, kind: int, eps: Any, weight: int, bias: int) -> Non
 def norm_heads(isa: Isa) -> Any:
     """Kernel: the norm of each head of a row.
 
-    args: 0 x, 1 its row stride, 2 heads, 3 values of a head, 4 weight (0: none), 5 bytes from one head's weight to the next's (0: one for all), 6 bias
-    (0: none; spaced as the weight), 7 eps (float bits), 8 kind (NORMS).
+    args: 0 x, 1 its row stride, 2 heads, 3 values of a head, 4 weight (0: none), 5 bytes from one head's weight to the next's (0: one for
+    all), 6 bias (0: none; spaced as the weight), 7 eps (float bits), 8 kind (NORMS).
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:
@@ -119,8 +119,8 @@ def norm_heads(isa: Isa) -> Any:
 def rotate(isa: Isa) -> Any:
     """Kernel: rotates a part of each head of a row by its position's angles.
 
-    args: 0 first rotated value of the first head, 1 row stride, 2 heads, 3 bytes from head to head, 4 values to rotate, 5 offset in the head of the
-    angle table, 6 whether pairs are halves apart.
+    args: 0 first rotated value of the first head, 1 row stride, 2 heads, 3 bytes from head to head, 4 values to rotate, 5 offset in the
+    head of the angle table, 6 whether pairs are halves apart.
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:

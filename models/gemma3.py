@@ -1,16 +1,16 @@
 """Gemma 3, text part (Gemma Team 2025).
 
-Embeddings are scaled by sqrt(width). Norms before and after each half of a layer, norms on query and key heads, GELU-gated feed-forward, rotation of halves.
-Five of six layers see a sliding window and rotate with base 10,000; the sixth sees everything and rotates with the file's base and scaling.
+Gemma 2 with norms on query and key heads instead of soft caps. Five of six layers see a sliding window and rotate with base 10,000; the
+sixth sees everything and rotates with the file's base and scaling.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localrun.models.blocks import Decoder, Shapes, attention_block, gated_ffn, output, read_rope
+from localrun.models.blocks import Attention, Decoder, Shapes, gated, layers, output, read_rope
 from localrun.models.gguf import GGUFFile
 from localrun.models.params import Keys
 from localrun.models.rope import Rope
@@ -40,12 +40,9 @@ def read(keys: Keys, gguf: GGUFFile) -> Gemma3:
     """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
     p = Decoder.read(keys, gguf)
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if keys.float(key, 0.0):
-            keys.refuse(key, "soft-capping is no part of Gemma 3 as supported")
-    layer: Shapes = {
-        "attn_q_norm.weight": (p.dim,), "attn_k_norm.weight": (p.dim,), "post_attention_norm.weight": (p.width,), "post_ffw_norm.weight": (p.width,)
-    }
-    p.check(gguf, p.tensors(layer))
+        keys.refuse(key, "soft-capping is no part of Gemma 3 as supported")
+    norms: Shapes = {"post_attention_norm.weight": (p.width,), "post_ffw_norm.weight": (p.width,)}
+    p.check(gguf, p.tensors(norms | {"attn_q_norm.weight": (p.dim,), "attn_k_norm.weight": (p.dim,)}))
     return Gemma3(
         decoder=p,
         window=keys.int("attention.sliding_window", minimum=1),
@@ -59,19 +56,9 @@ def record(params: Gemma3, r: Recorder, w: Weights) -> list[Rope]:
     """The forward pass."""
     p = params.decoder
     x = r.embed(w.matrix("token_embd.weight"), scale=math.sqrt(p.width))
-    for i in range(p.n_layers):
-        blk = f"blk.{i}"
-        everything = i % PATTERN == PATTERN - 1
-        h = r.norm(x, w.vector(f"{blk}.attn_norm.weight"), p.eps, "attn_norm")
-        a = attention_block(
-            r, w, p, blk, h, halves=True, scale=params.query_scale, table=GLOBAL if everything else LOCAL,
-            window=0 if everything else params.window, qk_norm=True,
-        )
-        y = r.matmul(w.matrix(f"{blk}.attn_output.weight"), a, "attn_output")
-        r.norm_add(y, w.vector(f"{blk}.post_attention_norm.weight"), p.eps, x, "post_attention_norm")
-        h = r.norm(x, w.vector(f"{blk}.ffn_norm.weight"), p.eps, "ffn_norm")
-        g = gated_ffn(r, w, blk, h, "gelu_tanh")
-        y = r.matmul(w.matrix(f"{blk}.ffn_down.weight"), g, "ffn_down")
-        r.norm_add(y, w.vector(f"{blk}.post_ffw_norm.weight"), p.eps, x, "post_ffw_norm")
+    everything = Attention(halves=True, scale=params.query_scale, qk_norm="head", table=GLOBAL)
+    local = replace(everything, window=params.window, table=LOCAL)
+    how = [everything if i % PATTERN == PATTERN - 1 else local for i in range(p.n_layers)]
+    layers(r, w, p, x, how, gated(r, w, p, "gelu_tanh"), post_norm=True)
     output(r, w, p, x)
     return [params.global_rope, params.local_rope]

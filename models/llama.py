@@ -1,15 +1,16 @@
-"""LLaMA 1 to 3, Mistral, SmolLM and everything else that says architecture "llama" (Touvron et al. 2023).
+"""LLaMA 1 to 3, Mistral, SmolLM and everything else that says architecture "llama" (Touvron et al. 2023); InternLM2, XVERSE and ERNIE 4.5
+are the same.
 
-RMS norm before each half of a layer, rotation of neighbouring pairs, grouped queries, SiLU-gated feed-forward; biases where the file has them.
-`attention.sliding_window` is ignored on purpose: files that carry it were trained with full attention over the lengths they serve, and the
-reference reads it the same way.
+RMS norm before each half of a layer, rotation of neighbouring pairs, grouped queries, SiLU-gated feed-forward; biases where the file has
+them. `attention.sliding_window` is ignored on purpose: files that carry it were trained with full attention over the lengths they serve,
+and the reference reads it the same way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localrun.models.blocks import Decoder, output, read_rope, standard_layers, with_factors
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
 from localrun.models.gguf import GGUFFile
 from localrun.models.params import Keys
 from localrun.models.rope import Rope
@@ -20,12 +21,9 @@ if TYPE_CHECKING:
 
 
 def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
-    """Hyper-parameters and rotation; the tensors are checked against them. Raises ModelFileError."""
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
     p = Decoder.read(keys, gguf)
-    biases = p.attention_biases() | {
-        "attn_output.bias": (p.width,), "ffn_gate.bias": (p.ffn,), "ffn_up.bias": (p.ffn,), "ffn_down.bias": (p.width,)
-    }
-    p.check(gguf, p.tensors(), p.per_layer(biases))
+    p.check(gguf, p.tensors())
     return p, read_rope(keys, p)
 
 
@@ -33,6 +31,6 @@ def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
     """The forward pass."""
     p, rope = params
     x = r.embed(w.matrix("token_embd.weight"))
-    standard_layers(r, w, p, x, halves=False)
+    layers(r, w, p, x, [Attention()] * p.n_layers, gated(r, w, p))
     output(r, w, p, x)
     return [with_factors(rope, w)]

@@ -39,8 +39,17 @@ def default_threads() -> int:
 class RecordedModel:
     """A loaded model: models.model.Model over a recorded program."""
 
-    def __init__(self, info: ModelInfo, program: Program, library: KernelLibrary, crew: team.Team, header: NDArray[np.int64], memory: Memory,
-                 weights: Weights, tables: list[AngleTable]) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        program: Program,
+        library: KernelLibrary,
+        crew: team.Team,
+        header: NDArray[np.int64],
+        memory: Memory,
+        weights: Weights,
+        tables: list[AngleTable],
+    ) -> None:
         self.info = info
         self._program = program
         self._library = library
@@ -186,7 +195,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
     library = KernelLibrary(chosen, cache, n_workers=default_threads())
     weights = Weights(gguf, options.pack)
-    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type, chosen.amx)
+    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx)
     ropes = family.record(params, recorder, weights)
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)

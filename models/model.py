@@ -38,6 +38,8 @@ class Span:
 class LoadOptions:
     n_threads: int = 0
     """0: physical cores this process may use."""
+    n_ctx: int = 0
+    """Longest context that will be used, where a model's mathematics depends on it (LongRoPE); 0: what the file says."""
     max_batch: int = 512
     """Most token rows (over all spans) of one forward pass."""
     kv_type: str = "f16"

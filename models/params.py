@@ -35,7 +35,7 @@ class _Required:
 
 REQUIRED: Final = _Required()
 
-_SHARED = ("general.", "tokenizer.", "split.", "quantize.")
+_SHARED = ("general.", "tokenizer.", "split.", "quantize.", "xielu.")
 """Roots of keys that carry no architecture before them."""
 
 

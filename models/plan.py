@@ -1,8 +1,9 @@
 """Records a forward pass once as a flat program of kernels, replays it for every batch.
 
-A family's `record` function is plain Python that runs once per loaded model and calls the methods of `Recorder` in the order of the mathematics.
-Nothing is computed then: each call appends one instruction (a kernel, its arguments, how its work is cut). `Recorder.finish` turns them into
-the table that `kernels_cpu.team` replays; what differs from step to step is read from the step header by the kernels themselves.
+A family's `record` function is plain Python that runs once per loaded model and calls the methods of `Recorder` in the order of the
+mathematics. Nothing is computed then: each call appends one instruction (a kernel, its arguments, how its work is cut). `Recorder.finish`
+turns them into the table that `kernels_cpu.team` replays; what differs from step to step is read from the step header by the kernels
+themselves.
 
     Row          float32 values of every token of the batch, in a named buffer that later layers use again
     Activation   a row as matmuls want it; in which forms is known when all its readers are recorded
@@ -154,8 +155,10 @@ class Program:
 class Recorder:
     """Appends instructions; see the module's docstring. Shapes: T tokens of the batch, O rows whose logits are wanted."""
 
-    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False) -> None:
+    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False, n_ctx: int = 0) -> None:
         self.weights = weights
+        self.n_ctx = n_ctx
+        """Longest context that will be used; 0: what the file says."""
         self.amx = amx
         """Whether activations are also laid out for matrix instructions."""
         self.max_batch = max_batch
@@ -221,8 +224,17 @@ class Recorder:
         return Activation(width, producer, readers_at, buffer, per_token)
 
     def norm(
-        self, x: Row, weight: Vector | None, eps: float, name: str, *, kind: Literal["rms", "layer", "none"] = "rms", bias: Vector | None = None,
-        outputs_only: bool = False, beside: bool = False, buffer: str = "normed",
+        self,
+        x: Row,
+        weight: Vector | None,
+        eps: float,
+        name: str,
+        *,
+        kind: Literal["rms", "layer", "none"] = "rms",
+        bias: Vector | None = None,
+        outputs_only: bool = False,
+        beside: bool = False,
+        buffer: str = "normed",
     ) -> Activation:
         """The norm of a row, ready for matmuls. (T, width) -> (T, width), or (O, width) of the rows whose logits are wanted.
 
@@ -276,7 +288,16 @@ class Recorder:
 
     def add(self, y: Row, x: Row, name: str, *, scale: float = 1.0, gate: Row | None = None) -> None:
         """x += scale * y, or sigmoid(gate) * y with a gate (T, 1). Both (T, width)."""
-        args = [y.address, y.stride, x.address, x.stride, x.width, float_bits(scale), gate.address if gate else 0, gate.stride if gate else 0]
+        args = [
+            y.address,
+            y.stride,
+            x.address,
+            x.stride,
+            x.width,
+            float_bits(scale),
+            gate.address if gate else 0,
+            gate.stride if gate else 0,
+        ]
         self._append("pointwise", "add", [], args, name)
 
     def clamp(self, x: Row, limit: float, name: str) -> None:
@@ -295,14 +316,24 @@ class Recorder:
         dim = x.width // n_heads
         step = 4 * dim if weight and weight.n > dim else 0
         args = [
-            x.address, x.stride, n_heads, dim, weight.address if weight else 0, step, bias.address if bias else 0, float_bits(eps), heads.NORMS[kind]
+            x.address,
+            x.stride,
+            n_heads,
+            dim,
+            weight.address if weight else 0,
+            step,
+            bias.address if bias else 0,
+            float_bits(eps),
+            heads.NORMS[kind],
         ]
         self._append("heads", "norm_heads", [], args, name, factor=x.per_token, beside=beside)
 
     def rotate(self, x: Row, n_heads: int, n_rot: int, table: int, name: str, *, halves: bool, first: int = 0) -> None:
         """Rotates values first .. first + n_rot of each of a row's heads by the angles of the header's table of that number."""
         step = 4 * x.width // n_heads
-        self._append("heads", "rotate", [], [x.address + 4 * first, x.stride, n_heads, step, n_rot, head.ROPE + 8 * table, int(halves)], name)
+        self._append(
+            "heads", "rotate", [], [x.address + 4 * first, x.stride, n_heads, step, n_rot, head.ROPE + 8 * table, int(halves)], name
+        )
 
     def _form(self, x: Activation, kind: str) -> tuple[int, int, int]:
         """Where a matmul of that kind reads the activation; the first to ask makes the producer write it."""
@@ -343,7 +374,15 @@ class Recorder:
         self._append("pointwise", "soft_cap", [], [0, room(n_vocab) * 4, n_vocab, float_bits(cap)], SOFT_CAP, "outputs")
 
     def _matmul(
-        self, weight: Weight, x: Activation, out: Row, name: str, bias: Vector | None, add: bool, beside: bool, rows: Literal["tokens", "outputs"]
+        self,
+        weight: Weight,
+        x: Activation,
+        out: Row,
+        name: str,
+        bias: Vector | None,
+        add: bool,
+        beside: bool,
+        rows: Literal["tokens", "outputs"],
     ) -> None:
         if weight.columns != x.width:
             raise ValueError(f"{weight.name} takes {weight.columns} values, {name} gives {x.width}")
@@ -368,7 +407,9 @@ class Recorder:
         q (T, n_heads * dim), k (T, n_kv * dim), v (T, n_kv * dim_v); table: which of the header's angle tables; n_rot 0: no rotation.
         """
         if not kv.fits(self.kv_type, dim, dim_v):
-            raise ValueError(f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}")
+            raise ValueError(
+                f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}"
+            )
         offset = self.kv_block_bytes
         self.kv_block_bytes += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
         args = [
@@ -391,7 +432,15 @@ class Recorder:
         ]
         self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
         self.fewest_kv = min(self.fewest_kv, n_kv)
-        self._append("attention", "attention", [self.kv_type, dim, dim_v, int(soft_cap > 0), int(slopes is not None)], args, "attention", "tile_parts", n_kv)
+        self._append(
+            "attention",
+            "attention",
+            [self.kv_type, dim, dim_v, int(soft_cap > 0), int(slopes is not None)],
+            args,
+            "attention",
+            "tile_parts",
+            n_kv,
+        )
         self._append("attention", "attention_merge", [dim_v], list(args), "attention_merge", "merges", n_kv)
         return out
 
@@ -407,8 +456,19 @@ class Recorder:
         address, _ = self._buffer(f"routing.{n}.{k}", -(-layout.nbytes // (self.max_batch + SPARE_ROWS)))
         asked = self.row("asked", n)
         args = [
-            scores.address, scores.stride, n, k, experts.GATES[gate], bias.address if bias else 0, int(normalise), float_bits(scale), *groups,
-            address + layout.choices, address + layout.weights, asked.address, asked.stride,
+            scores.address,
+            scores.stride,
+            n,
+            k,
+            experts.GATES[gate],
+            bias.address if bias else 0,
+            int(normalise),
+            float_bits(scale),
+            *groups,
+            address + layout.choices,
+            address + layout.weights,
+            asked.address,
+            asked.stride,
         ]
         self._append("experts", "route", [], args, "route")
         args = [address + layout.choices, n, k]
@@ -438,14 +498,25 @@ class Recorder:
     def heads_matmul(self, stack: Stack, x: Activation, name: str) -> Row:
         """Each head's matrix times its own row of x (T * n, columns): (T, n * rows), heads side by side. Rows must be a multiple of 16."""
         if stack.rows % 16:
-            raise ModelFileError(self.weights.gguf.path, f"tensor {stack.name}", f"has heads of {stack.rows} values; only multiples of 16 are supported")
+            raise ModelFileError(
+                self.weights.gguf.path, f"tensor {stack.name}", f"has heads of {stack.rows} values; only multiples of 16 are supported"
+            )
         out = self.row(name, stack.rows * stack.n)
         each = Row(out.address, stack.rows * 4, stack.rows, stack.n)
         self._stack_matmul(stack, x, each, name, None, [0, 0, 0], False, 1, 1)
         return out
 
     def _stack_matmul(
-        self, stack: Stack, x: Activation, out: Row, name: str, bias: tuple[Vector, int] | None, where: list[int], beside: bool, k: int, by_head: int
+        self,
+        stack: Stack,
+        x: Activation,
+        out: Row,
+        name: str,
+        bias: tuple[Vector, int] | None,
+        where: list[int],
+        beside: bool,
+        k: int,
+        by_head: int,
     ) -> None:
         if stack.columns != x.width:
             raise ValueError(f"{stack.name} takes {stack.columns} values, {name} gives {x.width}")
@@ -455,18 +526,42 @@ class Recorder:
         parts = -(-groups // per_chunk)
         scratch, scratch_bytes = self._per_thread("experts", 0 if stack.packed else stack.group_bytes)
         args = [
-            self.weights.table(stack.addresses()), stack.group_bytes, stack.columns // stack.block, stack.rows, address, stride, out.address, out.stride,
-            per_chunk, parts, bias[0].address if bias else 0, bias[1] if bias else 0, *where, 0 if stack.packed else stack.row_bytes, scratch,
-            scratch_bytes, stack.n,
+            self.weights.table(stack.addresses()),
+            stack.group_bytes,
+            stack.columns // stack.block,
+            stack.rows,
+            address,
+            stride,
+            out.address,
+            out.stride,
+            per_chunk,
+            parts,
+            bias[0].address if bias else 0,
+            bias[1] if bias else 0,
+            *where,
+            0 if stack.packed else stack.row_bytes,
+            scratch,
+            scratch_bytes,
+            stack.n,
         ]
         rule: Rule = "one" if by_head else "tokens"
-        instruction = self._append("experts", "expert_matmul", [stack.type_name, by_head], args, name, rule, parts * (stack.n if by_head else k), beside)
+        instruction = self._append(
+            "experts", "expert_matmul", [stack.type_name, by_head], args, name, rule, parts * (stack.n if by_head else k), beside
+        )
         instruction.most = parts * stack.n
 
     def combine(self, y: Row, routing: Routing, x: Row, name: str, *, add: bool, weighted: bool = True, scale: float = 1.0) -> None:
         """x (+)= scale * sum over a token's choices of weight * y; y (T * k, width) by expert, x (T, width)."""
         args = [
-            y.address, y.stride, y.width, routing.at("weights") if weighted else 0, routing.at("places"), routing.k, x.address, x.stride, int(add),
+            y.address,
+            y.stride,
+            y.width,
+            routing.at("weights") if weighted else 0,
+            routing.at("places"),
+            routing.k,
+            x.address,
+            x.stride,
+            int(add),
             float_bits(scale),
         ]
         self._append("experts", "combine", [], args, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localrun.models.blocks import Decoder, output, read_rope, standard_layers, with_factors
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
 from localrun.models.gguf import GGUFFile
 from localrun.models.params import Keys
 from localrun.models.rope import Rope
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
-    """Hyper-parameters and rotation; the tensors are checked against them. Raises ModelFileError."""
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
     p = Decoder.read(keys, gguf)
-    p.check(gguf, p.tensors(p.attention_biases()), {"output.bias": (p.n_vocab,)})
-    if "output.bias" in gguf.tensors:
-        raise keys.error("output.bias", "a bias on the logits is not supported")
+    p.check(gguf, p.tensors(p.attention_biases()))
     return p, read_rope(keys, p)
 
 
@@ -27,6 +25,6 @@ def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
     """The forward pass."""
     p, rope = params
     x = r.embed(w.matrix("token_embd.weight"))
-    standard_layers(r, w, p, x, halves=True)
+    layers(r, w, p, x, [Attention(halves=True)] * p.n_layers, gated(r, w, p))
     output(r, w, p, x)
     return [with_factors(rope, w)]

@@ -13,9 +13,51 @@ if TYPE_CHECKING:  # the table of architectures is read where NumPy must not be 
     from localrun.models.rope import Rope
 
 ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "baichuan": "baichuan",
+    "bitnet": "bitnet",
+    "bloom": "bloom",
+    "chatglm": "chatglm",
+    "codeshell": "codeshell",
+    "cohere2": "cohere2",
+    "command-r": "command_r",
+    "ernie4_5": "llama",
+    "deci": "deci",
+    "exaone": "exaone",
+    "exaone4": "exaone4",
+    "falcon": "falcon",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "glm4": "glm4",
+    "gpt2": "gpt2",
+    "gptneox": "gptneox",
+    "granite": "granite",
+    "hunyuan-dense": "hunyuan_dense",
+    "internlm2": "llama",
+    "jais": "jais",
+    "llama": "llama",
+    "minicpm": "minicpm",
+    "mistral3": "mistral3",
+    "mpt": "mpt",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "openelm": "openelm",
+    "orion": "orion",
+    "phi2": "phi2",
+    "phi3": "phi3",
+    "plamo": "plamo",
+    "qwen": "qwen",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "refact": "refact",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "xverse": "llama",
 }
 """Value of general.architecture -> module."""
 
@@ -35,7 +77,9 @@ def family_of(gguf: GGUFFile) -> Family:
     name = gguf.architecture
     if name not in ARCHITECTURES:
         raise ModelFileError(
-            gguf.path, "general.architecture", f'is "{printable(name)}", which is not supported; supported are {", ".join(sorted(ARCHITECTURES))}'
+            gguf.path,
+            "general.architecture",
+            f'is "{printable(name)}", which is not supported; supported are {", ".join(sorted(ARCHITECTURES))}',
         )
     family: Family = importlib.import_module(f"localrun.models.{ARCHITECTURES[name]}")  # type: ignore[assignment]
     return family

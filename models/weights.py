@@ -1,7 +1,7 @@
 """A file's tensors as kernels take them: addresses.
 
-Matrices are repacked (kernels_cpu/pack.py) into one anonymous mapping on huge pages where memory allows, each tensor's file pages dropped behind
-it; otherwise kernels read the mapped blocks where they lie and repack group by group as they go, with the same results.
+Matrices are repacked (kernels_cpu/pack.py) into one anonymous mapping on huge pages where memory allows, each tensor's file pages dropped
+behind it; otherwise kernels read the mapped blocks where they lie and repack group by group as they go, with the same results.
 Vectors (norms, biases) are float32 with room up to a multiple of 16.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
@@ -145,7 +145,9 @@ class Weights:
             known = ", ".join(p.format.name for p in PACKINGS.values())
             raise ModelFileError(self.gguf.path, f"tensor {name}", f"is of type {FORMATS[info.type].name}; types with kernels: {known}")
         if info.shape[0] % packing.format.block:
-            raise ModelFileError(self.gguf.path, f"tensor {name}", f"rows of {info.shape[0]} values are no whole {packing.format.name} blocks")
+            raise ModelFileError(
+                self.gguf.path, f"tensor {name}", f"rows of {info.shape[0]} values are no whole {packing.format.name} blocks"
+            )
         return Weight(self, info, packing, self._source(name), first_row, info.shape[1] if rows is None else rows)
 
     def stack(self, name: str, first_row: int = 0, rows: int | None = None) -> Stack:
@@ -166,7 +168,9 @@ class Weights:
         if info.type == BF16:
             return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
         if info.type != F32:
-            raise ModelFileError(self.gguf.path, f"tensor {name}", f"is of type {FORMATS[info.type].name}; F32, F16 and BF16 are possible here")
+            raise ModelFileError(
+                self.gguf.path, f"tensor {name}", f"is of type {FORMATS[info.type].name}; F32, F16 and BF16 are possible here"
+            )
         return np.frombuffer(data, np.float32).copy()
 
     def vector(self, name: str, first: int = 0, n: int | None = None) -> Vector:
@@ -193,6 +197,14 @@ class Weights:
         self._keep.append(kept)
         return int(kept.ctypes.data)
 
+    def scaled(self, name: str, factor: float) -> Vector:
+        """The vector of that name times a factor."""
+        return self.constant(self.values(name) * np.float32(factor))
+
+    def numbers(self, values: Sequence[float]) -> Vector:
+        """A vector of numbers that are in no file."""
+        return self.constant(np.array(values, np.float32))
+
     def constant(self, values: NDArray[np.float32]) -> Vector:
         """A vector that is in no file, kept as long as the weights."""
         vector = Vector(values)
@@ -216,8 +228,12 @@ class Weights:
         """The packing kernels that `fill` needs."""
         return [KernelSpec("pack", "pack", (name,)) for name in dict.fromkeys(weight.type_name for weight in self._asked)]
 
-    def fill(self, library: KernelLibrary, team: Team, progress: Progress | None = None, keep: Callable[[str], bool] = lambda name: False) -> None:
-        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done (but for those to `keep`)."""
+    def fill(
+        self, library: KernelLibrary, team: Team, progress: Progress | None = None, keep: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done (but for those to
+        `keep`).
+        """
         addresses = library.load(self.kernels())
         program = np.zeros((1, WORDS), np.int64)
         args = np.zeros(8, np.int64)
@@ -225,7 +241,13 @@ class Weights:
         for weight in self._asked:
             groups = -(-weight.rows // 16)
             args[:7] = [
-                weight.source, weight.row_bytes, weight.rows, weight.columns // weight.block, weight.group_bytes, weight.address, GROUPS_PER_CHUNK,
+                weight.source,
+                weight.row_bytes,
+                weight.rows,
+                weight.columns // weight.block,
+                weight.group_bytes,
+                weight.address,
+                GROUPS_PER_CHUNK,
             ]
             program[0, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args.ctypes.data, 0, -1]
             team.run(program, np.array([-(-groups // GROUPS_PER_CHUNK)]))

@@ -1,0 +1,30 @@
+"""ChatGLM 2 to 4 (Zeng et al. 2022): Q, K and V in one matrix with biases, gate and up in one, rotation of pairs in half of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    p.check(gguf, p.tensors({"ffn_up.weight": (p.width, 2 * p.ffn)}, fused=True, gated=False))
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    layers(r, w, p, x, [Attention()] * p.n_layers, gated(r, w, p))
+    output(r, w, p, x)
+    return [with_factors(rope, w)]

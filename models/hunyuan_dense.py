@@ -1,0 +1,30 @@
+"""Hunyuan dense (Tencent 2025): LLaMA's layer with rotation of halves and, behind the rotation, norms on query and key heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    p.check(gguf, p.tensors({"attn_q_norm.weight": (p.dim,), "attn_k_norm.weight": (p.dim,)}))
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    layers(r, w, p, x, [Attention(halves=True, qk_norm="head after")] * p.n_layers, gated(r, w, p))
+    output(r, w, p, x)
+    return [with_factors(rope, w)]

@@ -1,0 +1,32 @@
+"""Qwen 1 (Bai et al. 2023): LLaMA's layer with Q, K and V in one matrix with biases and rotation of halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    p = replace(p, ffn=p.ffn // 2)  # the key counts gate and up together
+    p.check(gguf, p.tensors(fused=True))
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    layers(r, w, p, x, [Attention(halves=True)] * p.n_layers, gated(r, w, p))
+    output(r, w, p, x)
+    return [with_factors(rope, w)]

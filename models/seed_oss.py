@@ -1,0 +1,33 @@
+"""Seed-OSS (ByteDance 2025): LLaMA's layer with biases on Q, K and V and rotation of halves.
+
+The file calls the norm before the feed-forward part post_attention_norm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrun.models.blocks import Attention, Decoder, gated, layers, output, read_rope, with_factors
+from localrun.models.gguf import GGUFFile
+from localrun.models.params import Keys
+from localrun.models.rope import Rope
+
+if TYPE_CHECKING:
+    from localrun.models.plan import Recorder
+    from localrun.models.weights import Weights
+
+
+def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
+    """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
+    p = Decoder.read(keys, gguf)
+    p.check(gguf, p.tensors({"post_attention_norm.weight": (p.width,)}, without=("ffn_norm",)))
+    return p, read_rope(keys, p)
+
+
+def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
+    """The forward pass."""
+    p, rope = params
+    x = r.embed(w.matrix("token_embd.weight"))
+    layers(r, w, p, x, [Attention(halves=True)] * p.n_layers, gated(r, w, p), ffn_norm="post_attention_norm")
+    output(r, w, p, x)
+    return [with_factors(rope, w)]
