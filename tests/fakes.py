@@ -29,6 +29,16 @@ PIECES = (b"the ", b"hello", b" world", b"ing", b"\n\n", b"STOP", b" and", "한"
 _MASK = (1 << 64) - 1
 
 
+class FakeVocab:
+    """The part of a vocabulary that parsers of replies look at."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+
+    def special(self) -> list[int]:
+        return sorted(SPECIALS)
+
+
 class FakeTokenizer:
     """Bytes 0..255, then the special tokens, then PIECES; encodes with the longest piece first."""
 
@@ -37,6 +47,7 @@ class FakeTokenizer:
         self._special_of = {text: token for token, text in SPECIALS.items()}
         self._longest_first = sorted(((p, BYTES + len(SPECIALS) + i) for i, p in enumerate(PIECES)), key=lambda item: -len(item[0]))
         self.n_vocab = len(self._pieces)
+        self.vocab = FakeVocab([piece.decode("latin-1") for piece in self._pieces])
         self.bos_id: int | None = BOS
         self.eos_id: int | None = EOS
         self.eog_ids = frozenset({EOS, END})
@@ -80,6 +91,14 @@ TEMPLATE = """{%- for m in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}"""
 """`<|role|>content` for each message, `<|end|>` after an assistant's, then `<|assistant|>`."""
+THINKING_TEMPLATE = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+"""Of a model that thinks between <think> and </think> unless it is told not to."""
+TOOLS_TEMPLATE = (
+    """{%- if tools %}<|system|>{{ tools | tojson }}
+{# a call: <tool_call>{"name": ..., "arguments": ...}</tool_call> #}{% endif -%}"""
+    + TEMPLATE
+)
+"""Of a model that calls tools as Hermes and Qwen do."""
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -199,18 +218,19 @@ class ScriptedModel(FakeModel):
     """Says `reply` token by token, then ends the turn. `reply` is a text, or a function from the prompt's text to one.
 
     Where in the reply it is, it reads from the KV store: after the last `<|assistant|>`, or, in a prompt without one, from the longest
-    end of the sequence that is a beginning of the reply.
+    end of the sequence that is a beginning of the reply. `behind`: what the template writes behind that mark.
     """
 
-    def __init__(self, reply: str | Callable[[str], str], **options: Any) -> None:
+    def __init__(self, reply: str | Callable[[str], str], *, behind: str = "", **options: Any) -> None:
         super().__init__(**options)
         self._reply = reply
         self._tokenizer = FakeTokenizer()
+        self._behind = len(self._tokenizer.encode(behind, add_special=False))
 
     def logits(self, entries: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         ids = [int(t) for t in tokens]
         if ASSISTANT in ids:
-            cut = len(ids) - ids[::-1].index(ASSISTANT)
+            cut = len(ids) - ids[::-1].index(ASSISTANT) + self._behind
             script = self._script(ids[:cut])
             said = len(ids) - cut
         else:
@@ -230,11 +250,10 @@ def echo(prompt: str) -> str:
     return f'You said "{prompt.rpartition("<|user|>")[2].removesuffix("<|assistant|>")}".'
 
 
-def parts_of(model: FakeModel) -> Parts:
-    """A fake model with the fake tokenizer and template, as the runner takes it."""
-    return Parts(
-        model=model, tokenizer=cast(Tokenizer, FakeTokenizer()), template=ChatTemplate(TEMPLATE, bos_token="<s>", eos_token="</s>")
-    )
+def parts_of(model: FakeModel, template: str = TEMPLATE) -> Parts:
+    """A fake model with the fake tokenizer and a template, as the runner takes it."""
+    tokenizer = cast(Tokenizer, FakeTokenizer())
+    return Parts(model=model, tokenizer=tokenizer, template=ChatTemplate(template, bos_token="<s>", eos_token="</s>"))
 
 
 def load_fake(load: Load, progress: Progress, **options: Any) -> Parts:
@@ -244,10 +263,12 @@ def load_fake(load: Load, progress: Progress, **options: Any) -> Parts:
     return parts_of(FakeModel(max_batch=load.num_batch, **options))
 
 
-def load_scripted(load: Load, progress: Progress, *, reply: str | Callable[[str], str] = echo, **options: Any) -> Parts:
+def load_scripted(
+    load: Load, progress: Progress, *, reply: str | Callable[[str], str] = echo, template: str = TEMPLATE, **options: Any
+) -> Parts:
     """A ScriptedModel; `functools.partial(load_scripted, reply="...")` says what."""
     progress("learning the script", 1, 1)
-    return parts_of(ScriptedModel(reply, max_batch=load.num_batch, **options))
+    return parts_of(ScriptedModel(reply, max_batch=load.num_batch, **options), template)
 
 
 def load_failing(load: Load, progress: Progress, *, error: Exception | None = None, message: str = "no such luck") -> Parts:

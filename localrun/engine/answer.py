@@ -6,14 +6,19 @@ it belongs to, so nothing of a stop string leaks, not even there.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 from localrun.engine.sampler import TokenLogprobs
-from localrun.messages import Logprob, TokenLogprob
+from localrun.messages import Logprob, TokenLogprob, ToolCall
+from localrun.text.parts import CallPart, TextPart, ThinkingPart
+from localrun.text.reply import ReplyParser, mark_tokens
 from localrun.text.stops import StopMatcher
 from localrun.text.stream import StreamDecoder
 from localrun.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -21,23 +26,30 @@ class Shown:
     """What one or more tokens have made showable."""
 
     text: str = ""
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     stop: str | None = None
     """The stop string that was found; the answer ends before it."""
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.logprobs)
+        return bool(self.text or self.thinking or self.tool_calls or self.logprobs)
 
     def add(self, later: Shown) -> None:
         self.text += later.text
+        self.thinking += later.thinking
+        self.tool_calls += later.tool_calls
         self.logprobs += later.logprobs
         self.stop = later.stop
 
 
 class Answer:
-    def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
+    """`parser` tells thinking and tool calls from text; it sees what the stop strings leave. None: all is text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str], parser: ReplyParser | None = None) -> None:
         self._tokenizer = tokenizer
-        self._decoder = StreamDecoder(tokenizer)
+        self._parser = parser
+        self._decoder = StreamDecoder(tokenizer, special=mark_tokens(tokenizer, parser.marks) if parser is not None else False)
         self._stops = StopMatcher(stops)
         self._decoded = 0
         self._shown = 0
@@ -50,7 +62,7 @@ class Answer:
             self._held.append((self._decoded, self._named(token, logprobs)))
         text = self._decoder.push(token)
         self._decoded += len(text)
-        return self._show(*self._stops.push(text))
+        return self._show(*self._stops.push(text), last=False)
 
     def end(self) -> Shown:
         """The turn is over: what was held back for a stop string that did not come, or a character that was never completed."""
@@ -59,15 +71,31 @@ class Answer:
         shown, stop = self._stops.push(text)
         if stop is None:
             shown += self._stops.flush()
-        return self._show(shown, stop, everything=True)
+        return self._show(shown, stop, last=True)
 
-    def _show(self, text: str, stop: str | None, everything: bool = False) -> Shown:
+    def _show(self, text: str, stop: str | None, *, last: bool) -> Shown:
         self._shown += len(text)
-        released = []
+        shown = Shown(stop=stop)
         # A token whose text is still to come, or held back, keeps its log-probability back too.
-        while self._held and (self._held[0][0] < self._shown or (stop is None and (everything or self._shown == self._decoded))):
-            released.append(self._held.popleft()[1])
-        return Shown(text, released, stop)
+        while self._held and (self._held[0][0] < self._shown or (stop is None and (last or self._shown == self._decoded))):
+            shown.logprobs.append(self._held.popleft()[1])
+        if self._parser is None:
+            shown.text = text
+            return shown
+        parts = self._parser.push(text)
+        if last or stop is not None:
+            parts += self._parser.flush()
+        for part in parts:
+            match part:
+                case TextPart():
+                    shown.text += part.text
+                    if part.reason is not None:
+                        log.info("what looked like a tool call is given as text: %s", part.reason)
+                case ThinkingPart():
+                    shown.thinking += part.text
+                case CallPart():
+                    shown.tool_calls.append(part.call)
+        return shown
 
     def _named(self, token: int, logprobs: TokenLogprobs) -> Logprob:
         chosen = self._spelled(token, logprobs.chosen)

@@ -211,8 +211,12 @@ def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         loading = Loading()
         began = time.perf_counter()
         asked = LoadOptions(
-            n_threads=n_threads, max_batch=n_batch, kv_type=options.cache_type, pack=_pack(options.pack), cache_dir=options.cache_dir,
-            isa=options.isa
+            n_threads=n_threads,
+            max_batch=n_batch,
+            kv_type=options.cache_type,
+            pack=_pack(options.pack),
+            cache_dir=options.cache_dir,
+            isa=options.isa,
         )
         model = load_model(path, asked, loading.heard)
         loading.total_s = time.perf_counter() - began

@@ -81,7 +81,7 @@ class Constraint:
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher = matcher
-        self._n_vocab = n_vocab
+        self.n_vocab = n_vocab
         self._bits = llguidance.numpy.allocate_token_bitmask(1, n_vocab)
 
     @property
@@ -93,7 +93,7 @@ class Constraint:
         """bool (n_vocab,): which tokens may come next. Raises LocalrunError when the grammar has become too much for its engine."""
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bits, 0)
         self._check()
-        return np.unpackbits(self._bits[0].view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
+        return np.unpackbits(self._bits[0].view(np.uint8), count=self.n_vocab, bitorder="little").view(np.bool_)
 
     def accept(self, token: int) -> None:
         """The token has been chosen."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localrun.engine.answer import Answer
 from localrun.engine.bans import BannedStrings
@@ -20,9 +20,13 @@ from localrun.engine.speculate import Speculator
 from localrun.errors import BadRequest, ContextOverflow, Unsupported
 from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
 from localrun.text.prompt import Prompt, build_prompt
+from localrun.text.reply import ReplyParser, reply_parser
+from localrun.text.thinking import thinking_marks
 
 if TYPE_CHECKING:
+    from localrun.engine.gate import AfterThinking
     from localrun.engine.grammar import Constraint, GrammarCompiler
+    from localrun.text.template import ChatTemplate
 
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
@@ -48,7 +52,7 @@ class Intake:
     def generation(self, request: Generate) -> Generation:
         """Raises BadRequest, ContextOverflow, Unsupported, TemplateError."""
         arrival = self._clock()
-        _refuse_what_is_missing(request)
+        self._refuse_what_is_missing(request)
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
         prompt = self.prompt(request, context)
@@ -60,13 +64,13 @@ class Intake:
         return Generation(
             seq,
             sampler,
-            Answer(self._tokenizer, _checked_strings(request.stop, "stop")),
+            Answer(self._tokenizer, _checked_strings(request.stop, "stop"), self._parser(request, prompt)),
             BannedStrings(_checked_strings(request.sampling.banned_strings, "banned_strings"), self._tokenizer.piece),
             self._tokenizer.eog_ids,
             n_logprobs=request.logprobs,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
-            constraint=self._constraint(request.format),
+            constraint=self._constraint(request, prompt),
             speculator=Speculator(_MOST_DRAFTED if request.draft_num_predict < 0 else request.draft_num_predict)
             if request.draft_num_predict
             else None,
@@ -102,7 +106,7 @@ class Intake:
 
     def rendered(self, message: Render) -> Rendered:
         request = message.request
-        _refuse_what_is_missing(request)
+        self._refuse_what_is_missing(request)
         prompt = self.prompt(request, self.context_length(request))
         return Rendered(request_id=request.request_id, text=prompt.text, tokens=len(prompt.tokens))
 
@@ -141,14 +145,49 @@ class Intake:
         )
         return Evaluation(seq, top=message.top, ids=message.ids)
 
-    def _constraint(self, wanted: str | dict[str, Any] | None) -> Constraint | None:
+    def _refuse_what_is_missing(self, request: Generate) -> None:
+        """What the model, not the engine, cannot do."""
+        template = self._template(request)
+        if request.think and not template.supports_thinking:
+            raise Unsupported("think: this model does not support thinking", param="think")
+        if request.tools and not template.supports_tools:
+            raise Unsupported("tools: this model does not support tools", param="tools")
+        if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
+            raise BadRequest(f"logprobs must be from 0 to {_MOST_LOGPROBS}, it is {request.logprobs}", param="logprobs")
+
+    def _is_chat(self, request: Generate) -> bool:
+        """Whether the prompt went through a template that has a say in how the reply is written."""
+        return not request.raw and request.prompt_tokens is None and not self._template(request).fallback
+
+    def _template(self, request: Generate) -> ChatTemplate:
+        return self._parts.template if request.template is None else self._parts.template.with_source(request.template)
+
+    def _parser(self, request: Generate, prompt: Prompt) -> ReplyParser | None:
+        if not self._is_chat(request):
+            return None
+        parser = reply_parser(self._template(request), prompt.text, request.tools)
+        return parser if parser.marks else None
+
+    def _constraint(self, request: Generate, prompt: Prompt) -> Constraint | AfterThinking | None:
+        """What `format` asks for; of a model that thinks first, of what comes after."""
+        wanted = request.format
         if wanted is None or wanted == "":
             return None
+        constraint = self._grammars_of_this_model().compile(wanted)
+        marks = thinking_marks(self._template(request).source) if self._is_chat(request) else None
+        begun = marks is not None and prompt.text.rstrip().endswith(marks.start.rstrip())
+        if marks is None or not (begun or request.think is not False):
+            return constraint
+        from localrun.engine.gate import AfterThinking
+
+        return AfterThinking(constraint, self._tokenizer, marks.start, marks.end, begun=begun)
+
+    def _grammars_of_this_model(self) -> GrammarCompiler:
         if self._grammars is None:
             from localrun.engine.grammar import GrammarCompiler
 
             self._grammars = GrammarCompiler(self._tokenizer, self._n_vocab)
-        return self._grammars.compile(wanted)
+        return self._grammars
 
     def _breakers(self, strings: tuple[str, ...]) -> Callable[[int], bool]:
         """Whether a token's text holds one of the strings; looked up once for each token that is asked about."""
@@ -181,15 +220,6 @@ def _checked_strings(strings: Iterable[str], param: str) -> list[str]:
     if len(strings) > _MOST_STRINGS:
         raise BadRequest(f"{param}: at most {_MOST_STRINGS} strings are taken, there are {len(strings)}", param=param)
     return strings
-
-
-def _refuse_what_is_missing(request: Generate) -> None:
-    if request.think:
-        raise Unsupported("think: this model does not support thinking", param="think")
-    if request.tools:
-        raise Unsupported("tools: this model does not support tools", param="tools")
-    if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
-        raise BadRequest(f"logprobs must be from 0 to {_MOST_LOGPROBS}, it is {request.logprobs}", param="logprobs")
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

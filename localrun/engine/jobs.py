@@ -19,6 +19,7 @@ from localrun.engine.speculate import Speculator
 from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
 
 if TYPE_CHECKING:
+    from localrun.engine.gate import AfterThinking
     from localrun.engine.grammar import Constraint
 
 
@@ -69,7 +70,7 @@ class Generation:
     n_logprobs: int | None = None
     max_tokens: int = -1
     speculator: Speculator | None = None
-    constraint: Constraint | None = None
+    constraint: Constraint | AfterThinking | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
     dropped_messages: int = 0
@@ -215,7 +216,15 @@ class Generation:
             shown.add(self.answer.end())
         events: list[FromRunner] = []
         if shown:
-            events.append(Piece(request_id=seq.request_id, text=shown.text, logprobs=shown.logprobs))
+            events.append(
+                Piece(
+                    request_id=seq.request_id,
+                    text=shown.text,
+                    thinking=shown.thinking,
+                    tool_calls=shown.tool_calls,
+                    logprobs=shown.logprobs,
+                )
+            )
         if self.done:
             if shown.stop is not None:
                 self.reason, self.stop = "stop", shown.stop

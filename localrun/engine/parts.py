@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,12 @@ class Parts:
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
-    capabilities: list[str] = field(default_factory=lambda: ["completion"])
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What a client may ask for, in Ollama's words."""
+        able = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
+        return ["completion", *(name for name, has in able.items() if has)]
 
 
 Loader = Callable[[Load, Progress], Parts]

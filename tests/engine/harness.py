@@ -10,9 +10,9 @@ from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.parts import Parts
 from localrun.engine.step import Engine
-from localrun.messages import Evaluated, Failed, Finished, FromRunner, Generate, Piece, Sampling, Started
+from localrun.messages import Evaluated, Failed, Finished, FromRunner, Generate, Piece, Sampling, Started, ToolCall
 from localrun.models.model import BLOCK_TOKENS
-from tests.fakes import FakeClock, FakeModel, parts_of
+from tests.fakes import TEMPLATE, FakeClock, FakeModel, parts_of
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Outcome:
 
     started: Started | None = None
     text: str = ""
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
     finished: Finished | None = None
@@ -43,11 +45,19 @@ class Outcome:
 
 
 class Harness:
-    def __init__(self, model: FakeModel | None = None, n_blocks: int = 64, *, clock: FakeClock | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: FakeModel | None = None,
+        n_blocks: int = 64,
+        *,
+        clock: FakeClock | None = None,
+        template: str = TEMPLATE,
+        **options: Any,
+    ) -> None:
         self.clock = clock or FakeClock()
         self.model = model or FakeModel()
         self.model.allocate_kv(n_blocks)
-        self.parts: Parts = parts_of(self.model)
+        self.parts: Parts = parts_of(self.model, template)
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
         self.engine = Engine(self.model, n_blocks, self._emit, clock=self.clock, **options)
@@ -64,6 +74,8 @@ class Harness:
                 outcome.started = event
             case Piece():
                 outcome.text += event.text
+                outcome.thinking += event.thinking
+                outcome.tool_calls += event.tool_calls
                 outcome.pieces.append(event)
             case Evaluated():
                 outcome.evaluated.append(event)

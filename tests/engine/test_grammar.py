@@ -72,7 +72,7 @@ def test_grammars_in_both_notations(grammar: str) -> None:
 
 def test_forced_tokens_take_no_pass() -> None:
     """Names of required properties are not asked of the model."""
-    schema = {"type": "object", "properties": {"a_rather_long_name": {"enum": [1, 2]}}, "required": ["a_rather_long_name"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a_rather_long_name": {"enum": [1, 2]}}, "required": ["a_rather_long_name"]}
     schema["additionalProperties"] = False
     forced = say(schema, draft_num_predict=0)
     asked = say(schema, draft_num_predict=0, logprobs=0)

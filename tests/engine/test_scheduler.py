@@ -51,7 +51,7 @@ def test_continuous_batching_of_five() -> None:
 
 def a_hundred_requests(static: bool) -> Simulation:
     """50 of 20 tokens and 50 of 200, two and two per batch of four."""
-    simulation = Simulation(fifty_ms, max_running=4, static=static)
+    simulation = Simulation(fifty_ms, n_blocks=64, max_running=4, static=static)
     for _ in range(25):
         for n in (20, 20, 200, 200):
             simulation.add(n)
