@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from localrun.cli.client import Client, Json, Unreachable
+from localrun.cli.environment import is_dumb
 from localrun.cli.format import duration
 
 if TYPE_CHECKING:
@@ -47,13 +48,35 @@ class Answer:
     last_token_s: float | None = None
 
 
+def draws(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that obeys escape codes. On Windows that has to be switched on first."""
+    if not stream.isatty() or is_dumb():
+        return False
+    if sys.platform == "win32":
+        return _escapes_on(stream.fileno())
+    return True
+
+
+if sys.platform == "win32":
+
+    def _escapes_on(fd: int) -> bool:
+        """Has the console obey escape codes; whether it does."""
+        import ctypes
+        import msvcrt
+
+        handle, mode = msvcrt.get_osfhandle(fd), ctypes.c_ulong()
+        kernel, enable_virtual_terminal_processing = ctypes.windll.kernel32, 4
+        known = kernel.GetConsoleMode(handle, ctypes.byref(mode))
+        return bool(known and kernel.SetConsoleMode(handle, mode.value | enable_virtual_terminal_processing))
+
+
 def ask(client: Client, body: Json, show: Show) -> Answer:
     """Sends `body` to /api/chat and shows the answer while it comes. Ctrl-C stops the answer: what there is of it is returned.
 
     Raises DaemonError and Unreachable, after what was shown has been finished.
     """
     answer = Answer()
-    terminal = show.out.isatty()
+    terminal = draws(show.out)
     screen = _Screen(show, drawn=terminal and show.wordwrap and not body.get("format"))
     sent = time.monotonic()
     try:
@@ -89,7 +112,7 @@ def _chat(client: Client, body: Json) -> AbstractContextManager[Iterator[Json]]:
 
 def load(client: Client, body: Json, show: Show) -> None:
     """Has the daemon load the model of `body` (without a message), showing progress on a terminal. Raises DaemonError, Unreachable."""
-    terminal = show.out.isatty()
+    terminal = draws(show.out)
     what = f"loading {body.get('model')}"
     with Waiting(show.err if terminal else None, what) as waiting, _chat(client, {**body, "messages": []}) as objects:
         for item in objects:
@@ -103,7 +126,7 @@ class _Screen:
     def __init__(self, show: Show, *, drawn: bool) -> None:
         self._show = show
         self._drawn = drawn
-        self._grey = show.out.isatty()
+        self._grey = draws(show.out)
         self._thoughts: Writer | None = None
         self._answer: Writer | None = None
 
@@ -135,7 +158,7 @@ class _Screen:
     def _plain(self) -> Writer:
         from localrun.cli.render import PlainWriter
 
-        return PlainWriter(self._show.out, clean=self._grey)
+        return PlainWriter(self._show.out, clean=self._show.out.isatty())
 
     def _markdown(self) -> Writer:
         from localrun.cli.render import MarkdownWriter
@@ -148,7 +171,7 @@ class Waiting:
 
     def __init__(self, terminal: TextIO | None, what: str) -> None:
         """terminal: a stream to draw on, or None."""
-        self._terminal = terminal if terminal is not None and terminal.isatty() else None
+        self._terminal = terminal if terminal is not None and draws(terminal) else None
         self._what = what
         self._status: Status | None = None
 

@@ -13,7 +13,6 @@ import localrun
 from localrun.cli.client import Client, CliError, DaemonError, Unreachable
 from localrun.cli.environment import Address, address, for_daemon, state_folder
 
-IDLE_EXIT_SECONDS = 600
 START_SECONDS = 60.0
 """A cold start on a slow, busy machine; a usual one takes about a second."""
 POLL_SECONDS = 0.05
@@ -128,7 +127,7 @@ def _detached(command: list[str], folder: Path, log: int) -> subprocess.Popen[by
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=for_daemon(Path(localrun.__file__).resolve().parent.parent, IDLE_EXIT_SECONDS),
+                env=for_daemon(Path(localrun.__file__).resolve().parent.parent),
                 start_new_session=True,
                 creationflags=flags,
             )

@@ -5,6 +5,7 @@ settings are in localrun/settings.py, which this program does not know.
     LOCALRUN_STATE       folder of the history and of the log of a daemon that was started by this program
     LOCALRUN_NOHISTORY   1: lines typed in a chat are not written down (OLLAMA_NOHISTORY too)
     LOCALRUN_API_KEY     sent as a bearer token (OLLAMA_API_KEY too)
+    NO_COLOR             1: no colours; TERM=dumb: nothing but text
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 11434
+IDLE_EXIT_SECONDS = 600
 FOLDERS = ("LOCALRUN_MODELS", "OLLAMA_MODELS", "LOCALRUN_CACHE", "LOCALRUN_STATE")
 """Settings that are paths: made absolute for a daemon that is started elsewhere."""
 
@@ -93,6 +95,11 @@ def keeps_history() -> bool:
     return all(value in ("", "0", "false", "no", "off") for value in values)
 
 
+def is_dumb() -> bool:
+    """Whether the terminal says of itself that it only prints."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
 def state_folder() -> Path:
     """Made when it is missing."""
     named = os.environ.get("LOCALRUN_STATE", "").strip()
@@ -106,7 +113,7 @@ def state_folder() -> Path:
     return folder
 
 
-def for_daemon(package_root: Path, idle_exit: float) -> dict[str, str]:
+def for_daemon(package_root: Path, idle_exit: float = IDLE_EXIT_SECONDS) -> dict[str, str]:
     """The environment of a daemon that does not run in this folder: paths made absolute, the package found again, and an end after
     `idle_exit` idle seconds unless a person set another."""
     environment = {"LOCALRUN_IDLE_EXIT": str(idle_exit), **os.environ}

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from localrun import __version__
-from localrun.cli import create, models, run, serve
+from localrun.cli import bench, create, models, perplexity, run, serve
 from localrun.cli.client import CliError
 from localrun.cli.environment import BadAddress
 
@@ -94,6 +94,8 @@ app.command("stop")(models.stop)
 app.command("rm")(models.remove)
 app.command("cp")(models.copy)
 app.command("create")(create.create)
+app.command("perplexity")(perplexity.evaluate)
+app.command("bench")(bench.bench)
 app.command("version")(version)
 
 

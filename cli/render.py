@@ -237,12 +237,13 @@ class _Drawing:
         return [Line(self._ansi(text.render(self._console)), rows_of(text.plain, columns)) for text in texts]
 
     def _ansi(self, segments: Iterable[Segment]) -> str:
+        from rich.segment import Segment
+
+        shown = (segment for segment in segments if not segment.control and segment.text != "\n")
+        if self._console.no_color:
+            shown = (Segment(text, style.without_color if style else None) for text, style, _ in shown)
         system = self._console._color_system
-        return "".join(
-            segment.style.render(segment.text, color_system=system) if segment.style else segment.text
-            for segment in segments
-            if not segment.control and segment.text != "\n"
-        ).rstrip()
+        return "".join(style.render(text, color_system=system) if style else text for text, style, _ in shown).rstrip()
 
 
 def _markdown(tokens: list[Token]) -> Markdown:

@@ -111,21 +111,20 @@ class Editor:
 def silent_keys() -> Iterator[None]:
     """Keys pressed while an answer is drawn are not drawn into it; they are there at the next prompt. Where terminals have no such mode
     (Windows), nothing changes."""
-    try:
+    if sys.platform == "win32":
+        yield
+    else:
         import termios
 
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
-    except (ImportError, OSError, ValueError):
-        yield
-        return
-    quiet = list(before)
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        quiet = list(before)
+        quiet[3] &= ~termios.ECHO
+        termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def is_open(text: str) -> bool:

@@ -183,9 +183,19 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     assert "\x1b]0;" not in "".join(_written("title \x1b]0;owned\x07"))
 
 
-def _written(text: str) -> list[str]:
+@pytest.mark.parametrize("off", [False, True])
+def test_colours_can_be_refused(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if off:
+        monkeypatch.setenv("NO_COLOR", "1")
+    text = "".join(_written("**bold** and `code`\n\n```python\nimport os\n```\n", color="truecolor"))
+    assert ("\x1b[36m" in text) is not off
+    assert "\x1b[1m" in text
+
+
+def _written(text: str, color: str | None = None) -> list[str]:
     out = Terminal(80, 24)
-    writer = MarkdownWriter(out, lambda: os.terminal_size((80, 24)), color=None)
+    writer = MarkdownWriter(out, lambda: os.terminal_size((80, 24)), color=color)
     writer.feed(text)
     writer.finish()
     return out.writes
