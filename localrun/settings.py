@@ -131,6 +131,12 @@ def _folder(text: str) -> Path:
     return path
 
 
+def _web_address(text: str) -> str:
+    if not re.fullmatch(r"https?://[A-Za-z0-9_.:\[\]-]+(/[^\s?#]*)?", text):
+        raise ValueError(f"{text!r} is no address of the form https://host")
+    return text.rstrip("/")
+
+
 def _kv_type(text: str) -> str:
     if text.lower() not in KV_CACHE_TYPES:
         raise ValueError(f"{text!r} is not one of {', '.join(KV_CACHE_TYPES)}")
@@ -215,6 +221,18 @@ class Settings:
     noprune: bool = field(default=False, metadata=_about(
         "LOCALRUN_NOPRUNE OLLAMA_NOPRUNE", "flag",
         "Do not remove, at the start, blobs that no model needs.",
+        _flag, "false"))
+    hf_token: str = field(default="", repr=False, metadata=_about(
+        "LOCALRUN_HF_TOKEN HF_TOKEN HUGGING_FACE_HUB_TOKEN", "token",
+        "Sent to Hugging Face, and to nobody else, for models of hf.co that are private or gated.",
+        str, "none"))
+    hf_endpoint: str = field(default="https://huggingface.co", metadata=_about(
+        "LOCALRUN_HF_ENDPOINT HF_ENDPOINT", "address",
+        "Where models of hf.co are fetched: Hugging Face, or a mirror of it.",
+        _web_address, "https://huggingface.co"))
+    overcommit: bool = field(default=False, metadata=_about(
+        "LOCALRUN_OVERCOMMIT", "flag",
+        "Load models that memory is too small for: their weights are then read from disk again and again.",
         _flag, "false"))
     debug: bool = field(default=False, metadata=_about(
         "LOCALRUN_DEBUG OLLAMA_DEBUG", "flag",

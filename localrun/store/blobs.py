@@ -15,8 +15,10 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,8 +102,50 @@ class BlobWriter:
             self._file.close()
             replace_file(self._partial, self._target)
 
+    def settle(self, place: Callable[[str], Path]) -> str:
+        """For a blob whose digest was not known: puts it where `place` says that one with the digest it has lies; returns that."""
+        found = f"sha256:{self._hash.hexdigest()}"
+        with storage_errors("cannot write the model", self._target.parent):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            replace_file(self._partial, place(found))
+        return found
+
     def close(self) -> None:
         # an error here (disk full) was raised by the write before it, or loses bytes that a resume will miss and fetch again
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class Composer:
+    """Receives a blob whose digest is known only when all of it is there. Made by `Blobs.compose`."""
+
+    def __init__(self, draft: Path) -> None:
+        self._draft = draft
+        self._hash = hashlib.sha256()
+        self._file = draft.open("w+b")
+        self.offset = 0
+
+    @property
+    def digest(self) -> str:
+        """Of what has come so far."""
+        return f"sha256:{self._hash.hexdigest()}"
+
+    def write(self, data: bytes) -> None:
+        with storage_errors("cannot write the model", self._draft):
+            self._file.write(data)
+        self._hash.update(data)
+        self.offset += len(data)
+
+    def settle(self, target: Path) -> None:
+        with storage_errors("cannot write the model", target):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            replace_file(self._draft, target)
+
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -190,6 +234,23 @@ class Blobs:
         finally:
             writer.close()
 
+    @contextlib.contextmanager
+    def compose(self) -> Iterator[Composer]:
+        """A writer for a blob that is made here. The blob is there when the block has been left; left by an exception, nothing is."""
+        draft = self._own / "partial" / f"new-{os.getpid()}-{secrets.token_hex(8)}"
+        with storage_errors("cannot write the model", self.folder):
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writer = Composer(draft)
+        try:
+            yield writer
+            with self.lock(writer.digest):
+                writer.settle(self.path(writer.digest))
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
     def require_space(self, needed: int) -> None:
         """Raises DiskFull, with both numbers, when `needed` more bytes will not fit."""
         folder = self.folder
@@ -224,7 +285,18 @@ class Blobs:
         folder = self._own / "partial"
         if not folder.is_dir():
             return []
-        return sorted((f"sha256:{entry.name}", entry.stat().st_size) for entry in os.scandir(folder))
+        found = []
+        for entry in os.scandir(folder):
+            with contextlib.suppress(BadRequest, OSError):
+                found.append((check_digest(f"sha256:{entry.name}"), entry.stat().st_size))
+        return sorted(found)
+
+    def drafts(self, age: float) -> list[Path]:
+        """What `compose` left when its process was killed: files that nothing has written to for `age` seconds."""
+        folder = self._own / "partial"
+        if not folder.is_dir():
+            return []
+        return sorted(path for path in folder.glob("new-*") if time.time() - path.stat().st_mtime >= age)
 
     # ---- files of other people, taken in without a copy ------------------------------------------------------------------------
 

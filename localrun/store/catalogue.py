@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import accumulate
 
+from localrun.store.facts import Facts
 from localrun.store.names import Name
 
 
@@ -38,6 +39,8 @@ class Entry:
     sha256: str
     parts: tuple[Part, ...]
     """In the order in which they make up the file."""
+    facts: Facts | None = None
+    """What the file's header says of memory; known for every model of catalogue.json."""
 
     @property
     def digest(self) -> str:
@@ -61,6 +64,7 @@ def entries() -> tuple[Entry, ...]:
             bytes=entry["bytes"],
             sha256=entry["sha256"],
             parts=tuple(Part(**part) for part in entry["parts"]),
+            facts=Facts.from_json(entry["facts"]),
         )
         for entry in body
     )

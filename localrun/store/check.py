@@ -18,6 +18,7 @@ from localrun.store.progress import Cancelled, Progress, PullProgress
 from localrun.store.store import Store
 
 _REPORT_S = 0.1
+_STALE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,12 @@ def _leftovers(store: Store, report: Report, repair: bool) -> None:
         if repair and _drop(store, digest):
             done = "removed"
         report.problems.append(Problem("partial", f"{size} bytes of an interrupted download of {digest}", False, size, done))
+    for draft in store.blobs.drafts(_STALE_S):
+        size = draft.stat().st_size
+        if repair:
+            draft.unlink(missing_ok=True)
+        text = f"{draft} was being made when its process ended"
+        report.problems.append(Problem("partial", text, False, size, "removed" if repair else ""))
     staging = store.blobs.staging(f"sha256:{'0' * 64}").parent
     for folder in sorted(staging.iterdir()) if staging.is_dir() else ():
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -51,11 +51,9 @@ class Source:
     host = ""
     """For messages."""
 
-    @contextlib.contextmanager
-    def open_blob(self, digest: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+    def open_blob(self, digest: str, headers: dict[str, str]) -> contextlib.AbstractContextManager[httpx.Response]:
         """A streamed answer of status 200 or 206. Raises DownloadFailed for others that mean something, Again for those that may pass."""
         raise NotImplementedError
-        yield
 
     def has_ranges(self, digest: str) -> bool:
         """Whether blobs can be fetched in pieces here."""
@@ -171,8 +169,18 @@ class Chunk:
     path: Path
 
 
-def bring(session: Source, digest: str, size: int, blobs: Blobs, watch: Watch) -> None:
-    """Downloads one blob, for the holder of its lock."""
+def bring_unverified(source: Source, key: str, size: int, blobs: Blobs, progress: Progress, cancelled: Cancelled) -> str:
+    """Brings in a file whose digest nobody has told; returns the one that it has. `key`, a digest's look-alike, names it until then."""
+    blobs.require_space(size + min((STREAMS + 1) * CHUNK_BYTES, size))
+    watch = Watch(key, size, blobs, progress, cancelled)
+    with blobs.lock(key, watch.report):
+        digest = bring(source, key, size, blobs, watch, verify=False)
+    watch.say(size)
+    return digest
+
+
+def bring(source: Source, digest: str, size: int, blobs: Blobs, watch: Watch, *, verify: bool = True) -> str:
+    """Downloads one blob, for the holder of its lock; returns its digest, which is another than `digest` only if that is not verified."""
     for fresh in (False, True):
         if fresh:
             blobs.drop_partial(digest)
@@ -185,13 +193,17 @@ def bring(session: Source, digest: str, size: int, blobs: Blobs, watch: Watch) -
                 staging = blobs.staging(digest)
                 with storage_errors("cannot write the download", staging):
                     staging.mkdir(parents=True, exist_ok=True)
-                step = CHUNK_BYTES if session.has_ranges(digest) else size - start
+                step = CHUNK_BYTES if source.has_ranges(digest) else size - start
                 sizes = [(at, min(step, size - at)) for at in range(start, size, step)]
                 chunks = [Chunk(at, length, staging / f"{at:015}-{length}.chunk") for at, length in sizes]
                 resumed |= any(length_of(chunk.path) for chunk in chunks)
-                _join(session, digest, chunks, writer, watch)
+                _join(source, digest, chunks, writer, watch)
+            if not verify:
+                digest_found = writer.settle(blobs.path)
+                break
             try:
                 writer.commit()
+                digest_found = digest
             except DigestMismatch:
                 # what an earlier attempt left may be at fault: all over again, once
                 if fresh or not resumed:
@@ -199,9 +211,10 @@ def bring(session: Source, digest: str, size: int, blobs: Blobs, watch: Watch) -
                 continue
         break
     shutil.rmtree(blobs.staging(digest), ignore_errors=True)
+    return digest_found
 
 
-def _join(session: Source, digest: str, chunks: list[Chunk], writer: BlobWriter, watch: Watch) -> None:
+def _join(source: Source, digest: str, chunks: list[Chunk], writer: BlobWriter, watch: Watch) -> None:
     """Downloads the chunks, several at a time, and appends each to the blob when its turn has come. However this is left, no thread is."""
     stop = Stop()
     with ThreadPoolExecutor(STREAMS, thread_name_prefix="pull") as pool:
@@ -211,7 +224,7 @@ def _join(session: Source, digest: str, chunks: list[Chunk], writer: BlobWriter,
             while True:
                 # a chunk more than there are streams, so that no stream waits for the joining; the disk holds no more than these twice
                 while len(waiting) <= STREAMS and (chunk := next(rest, None)) is not None:
-                    waiting.append((chunk, pool.submit(_fetch, session, digest, chunk, stop)))
+                    waiting.append((chunk, pool.submit(_fetch, source, digest, chunk, stop)))
                 if not waiting:
                     return
                 chunk, future = waiting[0]
@@ -272,7 +285,7 @@ class Stop:
                 self._open.discard(connection)
 
 
-def _fetch(session: Source, digest: str, chunk: Chunk, stop: Stop) -> None:
+def _fetch(source: Source, digest: str, chunk: Chunk, stop: Stop) -> None:
     """Fills the chunk's file, from where an earlier attempt left it. Raises DownloadFailed when it brings nothing any more."""
     import httpx
 
@@ -280,7 +293,7 @@ def _fetch(session: Source, digest: str, chunk: Chunk, stop: Stop) -> None:
     while (have := length_of(chunk.path)) < chunk.length:
         problem = ""
         try:
-            session.read(digest, chunk, have, stop)
+            source.read(digest, chunk, have, stop)
         except Again as error:
             problem = str(error)
         except (httpx.RequestError, httpx.InvalidURL) as error:
@@ -292,7 +305,7 @@ def _fetch(session: Source, digest: str, chunk: Chunk, stop: Stop) -> None:
             continue
         tries += 1
         if tries >= TRIES:
-            raise DownloadFailed(f"{session.host} stopped sending {digest[:19]}: {problem or 'the answer was empty'}; pull again to go on")
+            raise DownloadFailed(f"{source.host} stopped sending {digest[:19]}: {problem or 'the answer was empty'}; pull again to go on")
         if stop.wait(BACKOFF_S * 2 ** (tries - 1)):
             raise RequestCancelled
 

@@ -20,10 +20,11 @@ from typing import Any
 from localrun.errors import DownloadFailed, ModelFileRejected, ModelNotFound
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, describe, registry, wheels
+from localrun.store import catalogue, describe, hub, registry, webpull, wheels
 from localrun.store.blobs import Blobs
 from localrun.store.create import CreateSpec, create
 from localrun.store.durable import StorageFailed, locked
+from localrun.store.hub import Web
 from localrun.store.manifests import CONFIG_TYPE, LAYER_TYPE, BadManifest, Layer, Manifest, Manifests
 from localrun.store.names import DEFAULT_HOST, Name
 from localrun.store.progress import Cancelled, Progress, PullProgress
@@ -74,8 +75,10 @@ class Store:
     """The models under `root`, which is made when something is first put there. Any number of them, in any number of processes, may have
     one root; methods block, and may be called from any thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, web: Web | None = None) -> None:
+        """web: where Hugging Face is and with what token; None: the public one, without."""
         self.root = root.expanduser().absolute()
+        self.web = web or Web()
         self.blobs = Blobs(self.root)
         self.manifests = Manifests(self.root)
 
@@ -156,13 +159,15 @@ class Store:
 
     def pull(self, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False) -> None:
         """Brings the model that `name` means in, unless all of it is there already, and gives it that name: from the catalogue if it has
-        that name, else from the registry on the name's host. insecure: plain HTTP is accepted, for names that begin with http://.
+        that name, from Hugging Face where its host is that (hf.co/OWNER/REPO:QUANT), else from the registry on the name's host. An https
+        address of a .gguf file can stand in place of a name; the model is called like the file then.
 
-        Raises InvalidName, DownloadFailed (nobody has it; no network; ...), DiskFull, StorageFailed, RequestCancelled.
+        insecure: plain HTTP is accepted, for names and addresses that begin with http://. Raises InvalidName, DownloadFailed (nobody has
+        it; no network; ...), ModelFileRejected, DiskFull, StorageFailed, RequestCancelled.
         """
-        wanted = Name.parse(name)
+        wanted = hub.name_for(name) if hub.is_address(name) else Name.parse(name)
         progress(PullProgress("pulling manifest"))
-        entry = catalogue.find(wanted)
+        entry = None if hub.is_address(name) else catalogue.find(wanted)
 
         def from_registry() -> None:
             try:
@@ -182,7 +187,25 @@ class Store:
             progress(PullProgress("writing manifest"))
             self.commit(wanted, config, layers)
 
-        self.until_kept(from_registry if entry is None else lambda: from_catalogue(entry))
+        def from_web() -> None:
+            with hub.WebSource(self.web, insecure=insecure) as source:
+                if hub.is_address(name):
+                    choice = hub.at_address(name)
+                else:
+                    where = f"{wanted.host}/{wanted.namespace}/{wanted.model}"
+                    choice = hub.choose(source.choices(wanted.namespace, wanted.model), wanted.tag, where)
+                digest, size = webpull.bring_in(self, source, choice, progress, cancelled)
+            progress(PullProgress("writing manifest"))
+            self.commit(wanted, self.config_of(digest), [Layer(f"{LAYER_TYPE}model", digest, size)])
+
+        if entry is not None:
+            self.until_kept(lambda: from_catalogue(entry))
+        elif hub.is_address(name) or wanted.host in hub.HOSTS:
+            self.until_kept(from_web)
+            if hub.is_address(name):
+                progress(PullProgress(f"the model is called {wanted.short}"))
+        else:
+            self.until_kept(from_registry)
         progress(PullProgress("success"))
 
     def create(self, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled = lambda: False) -> None:
@@ -212,6 +235,11 @@ class Store:
         manifest cannot be read: what it needs is not known. Partial downloads stay."""
         with self._locked():
             return self._collect(set(self.blobs.digests()), age=_YOUNG_S)
+
+    def drop_unneeded(self, digests: Digests) -> None:
+        """Removes those of these blobs that no manifest needs, however young. For whoever brought them in for a moment."""
+        with self._locked():
+            self._collect(set(digests))
 
     # ---- for pull, create and their kind ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Knows nothing of manifests.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -90,7 +91,11 @@ class _Watch:
 
     def wheel_bytes(self) -> int:
         """Of the wheel in hand, wherever pip keeps it at the moment. The largest file is it: pip copies before it removes."""
-        return max((_size(path) for path in self._staging.rglob("*.whl")), default=0)
+        largest = 0
+        # os.walk passes over folders that pip removes meanwhile; rglob does not
+        for folder, _, names in os.walk(self._staging):
+            largest = max([largest, *(_size(Path(folder, name)) for name in names if name.endswith(".whl"))])
+        return largest
 
 
 def _size(path: Path) -> int:

@@ -77,6 +77,9 @@ GOOD = {
     "LOCALRUN_API_KEYS": ("one,two", ("one", "two")),
     "LOCALRUN_IDLE_EXIT": ("10m", 600.0),
     "LOCALRUN_NOPRUNE": ("1", True),
+    "LOCALRUN_HF_TOKEN": ("hf_x", "hf_x"),
+    "LOCALRUN_HF_ENDPOINT": ("http://[::1]:1/mirror/", "http://[::1]:1/mirror"),
+    "LOCALRUN_OVERCOMMIT": ("true", True),
     "LOCALRUN_DEBUG": ("2", True),
 }
 
@@ -93,6 +96,8 @@ BAD = {
     "LOCALRUN_NUM_THREAD": "many",
     "LOCALRUN_IDLE_EXIT": "soon",
     "LOCALRUN_NOPRUNE": "perhaps",
+    "LOCALRUN_HF_ENDPOINT": "huggingface.co",
+    "LOCALRUN_OVERCOMMIT": "maybe",
     "LOCALRUN_DEBUG": "3",
 }
 

@@ -26,8 +26,9 @@ Publish = Callable[..., Entry]
 
 def staged(store: Store) -> list[str]:
     """Whatever of a download lies about, but for lock files."""
-    own = store.root / "localrun"
-    return sorted(path.name for path in own.rglob("*") if path.is_file() and path.suffix != ".lock")
+    # os.walk: a killed pip's child may still be clearing up
+    found = [name for _, _, names in os.walk(store.root / "localrun") for name in names]
+    return sorted(name for name in found if not name.endswith(".lock"))
 
 
 def pulled(store: Store, name: str = "tiny") -> list[PullProgress]:
