@@ -28,9 +28,7 @@ class EvaluateBody(Body):
     ids: list[list[int]] | None = honoured(None, "For each position, the token ids whose log-probabilities to report besides.")
     window: int = honoured(0, "Most tokens the model sees at once; 0: the whole text.", ge=0)
     stride: int = honoured(0, "Tokens by which a window moves on; 0: half of the window.", ge=0)
-    keep_alive: KeepAlive | None = honoured(
-        None, "How long the model stays loaded afterwards: seconds or a duration; below 0: for ever."
-    )
+    keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded afterwards: seconds or a duration; below 0: for ever.")
     num_thread: int | None = honoured(None, "Threads; another number than the model runs with loads it again.", ge=1)
 
 

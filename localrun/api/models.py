@@ -10,6 +10,7 @@ from typing import Any
 
 from localrun.durations import FOREVER
 from localrun.store import StoredModel, modelfile_for
+from localrun.store.facts import Facts
 from localrun.store.parameters import to_texts
 
 LONGEST_ARRAY = 5
@@ -32,6 +33,8 @@ class FileFacts:
     """With the template that holds: completion or embedding, tools, thinking, insert."""
     fill: Callable[[str, str], str] | None = None
     """Where it has `insert`: makes the prompt of a text before and a text after."""
+    memory: Facts | None = None
+    """What the model takes of memory, as far as the header tells."""
     tensors: Sequence[Mapping[str, Any]] = field(default=())
 
     @property

@@ -48,6 +48,8 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
         app.state.services = services
         if warm:
             await services.in_thread(runners.warm_up)
+        if not settings.noprune:
+            services.long_job(services.prune)
         try:
             yield
         finally:

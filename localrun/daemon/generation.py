@@ -147,11 +147,8 @@ async def hold(
     """Has the model in memory until the exchange ends. Notes how long that took."""
     began = time.monotonic()
     x.noted["model"] = stored.name
-    # The daemon reads the file's header while the runner loads it; whoever needs it waits for both.
-    facts = asyncio.ensure_future(x.services.facts(stored))
-    x.stack.callback(facts.cancel)
-    facts.add_done_callback(lambda done: done.cancelled() or done.exception())
-    resident = await x.stack.enter_async_context(x.services.loader.use(wanted(stored, num_thread), keep_alive, heard))
+    facts = await x.services.facts(stored)
+    resident = await x.stack.enter_async_context(x.services.loader.use(wanted(stored, facts, num_thread), keep_alive, heard))
     x.load_s = time.monotonic() - began
     return resident
 
@@ -226,6 +223,8 @@ async def _answer(
 
     one_call: an answer ends with its first tool call.
     """
+    if resident.slots is not None:
+        await x.stack.enter_async_context(resident.slots)
     events = resident.runner.open(requests)
     x.stack.callback(events.close)
     x.failing = reply.failing

@@ -1,8 +1,8 @@
 """Which models are in memory. Loads on demand, one load at a time for each file; keeps a model for its keep_alive after its last request.
 
 When as many models are loaded as may be, or memory does not hold one more beside them, the idle one that was used least lately makes room;
-while none is idle, the newcomer waits. A model that is alone is always tried: whether it can run is for its runner to say. Models that
-share a weight file share a runner.
+while none is idle, the newcomer waits. One that memory does not hold alone is refused with the numbers. Models that share a weight file
+share a runner.
 
 Runs in one event loop. Knows neither HTTP nor dialects.
 """
@@ -24,11 +24,13 @@ from localrun.engine.memory import available_memory
 from localrun.errors import Busy, LoadFailed, LocalrunError, from_wire
 from localrun.messages import Load, Loaded, LoadProgress
 from localrun.settings import Settings
+from localrun.store.facts import Facts
+from localrun.store.plan import LEAST_CONTEXT, plan, shortfall
 
 log = logging.getLogger(__name__)
 
 LEAST_BESIDE_WEIGHTS = 512 << 20
-"""Bytes that a model takes besides its weights, at least: a small KV cache, buffers, the interpreter."""
+"""Bytes that a model of which only the file's size is known takes besides: a small KV cache, buffers, the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Wanted:
     """Of the weight file."""
     num_thread: int = 0
     """0: whatever it runs with."""
+    memory: Facts | None = None
+    """What its header tells of the memory it takes; None: not known, the size of the file is taken for it."""
 
 
 @dataclass(eq=False)
@@ -62,6 +66,8 @@ class Resident:
     token_texts: dict[int, str] = field(default_factory=dict)
     """Texts of tokens that somebody has asked for."""
     timer: asyncio.TimerHandle | None = None
+    slots: asyncio.Semaphore | None = None
+    """Taken by each exchange that has it answer; None: as many as the runner takes."""
     leaving: bool = False
     """Takes no new request: it is being stopped, or will be when the last one ends."""
     loading: asyncio.Task[None] | None = None
@@ -199,8 +205,14 @@ class Loader:
             resident.timer = asyncio.get_running_loop().call_later(resident.keep_alive, self._stop, resident)
 
     def _make_room(self, wanted: Wanted) -> bool:
-        """Whether one more model may be loaded now; if not, and one is idle, sends that one away."""
+        """Whether one more model may be loaded now; if not, and one is idle, sends that one away.
+
+        Raises LoadFailed, with the numbers, when the model would not fit alone (unless settings say to try all the same).
+        """
         if not self._residents:
+            lacking = self._lacking(wanted, self._available())
+            if lacking and not self._settings.overcommit:
+                raise LoadFailed(lacking)
             return True
         if len(self._residents) < self._settings.max_loaded_models and self._fits(wanted):
             return True
@@ -211,8 +223,24 @@ class Loader:
 
     def _fits(self, wanted: Wanted) -> bool:
         """Whether memory holds the model beside the others, those included that have not taken theirs yet."""
-        promised = sum(_needs(one.wanted) for one in self._residents.values() if not one.ready.done())
-        return _needs(wanted) + promised <= self._available()
+        promised = sum(self._needs(one.wanted) for one in self._residents.values() if not one.ready.done())
+        available = self._available() - promised
+        if wanted.memory is not None:
+            return not self._lacking(wanted, available)
+        return self._needs(wanted) <= available
+
+    def _lacking(self, wanted: Wanted, available: int) -> str:
+        """Why the model does not fit into so much memory; empty when it does, or when nobody knows."""
+        return shortfall(wanted.memory, available, self._settings.kv_cache_type) if wanted.memory is not None else ""
+
+    def _needs(self, wanted: Wanted) -> int:
+        """Bytes that a model will take, at least."""
+        if wanted.memory is not None:
+            return plan(wanted.memory, available=self._available(), num_ctx=LEAST_CONTEXT, kv_type=self._settings.kv_cache_type).total
+        try:
+            return wanted.path.stat().st_size + LEAST_BESIDE_WEIGHTS
+        except OSError:
+            return LEAST_BESIDE_WEIGHTS
 
     # ---- beginning and end ----
 
@@ -220,6 +248,8 @@ class Loader:
         num_thread = wanted.num_thread or self._settings.num_thread
         resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
         resident.keep_alive = self._settings.keep_alive
+        if self._settings.num_parallel:
+            resident.slots = asyncio.Semaphore(self._settings.num_parallel)
         self._residents[str(wanted.path)] = resident
         resident.loading = self._task(self._load(resident))
         return resident
@@ -331,12 +361,3 @@ class Loader:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _needs(wanted: Wanted) -> int:
-    """Bytes that a model will take, at least."""
-    try:
-        weights = wanted.path.stat().st_size
-    except OSError:
-        weights = 0
-    return weights + LEAST_BESIDE_WEIGHTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -16,14 +17,17 @@ from localrun.api.models import LONGEST_ARRAY, FileFacts
 from localrun.api.options import ModelDefaults, model_options
 from localrun.daemon.loader import Loader, Wanted
 from localrun.daemon.metrics import Metrics
-from localrun.errors import ModelFileRejected
+from localrun.errors import LocalrunError, ModelFileRejected
 from localrun.messages import Message, ToolCall
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.settings import Settings
 from localrun.store import Store, StoredModel
+from localrun.store.facts import facts_of
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 LONG_JOBS = 16
 """Pulls, creates and uploads at a time; one more waits."""
@@ -94,6 +98,14 @@ class Services:
             num_ctx=self.settings.context_length,
         )
 
+    def prune(self) -> None:
+        """Removes blobs that no model needs. What goes wrong is for the log: nobody asked for it."""
+        try:
+            for digest in self.store.prune():
+                log.info("removed blob %s, which no model needs", digest)
+        except LocalrunError as error:
+            log.warning("blobs that no model needs stay: %s", error)
+
     async def close(self) -> None:
         """Ends everything that runs: transfers are told to stop, runners are stopped."""
         self.closing.set()
@@ -102,10 +114,10 @@ class Services:
         self._long.shutdown(wait=False, cancel_futures=True)
 
 
-def wanted(stored: StoredModel, num_thread: int | None) -> Wanted:
+def wanted(stored: StoredModel, facts: FileFacts, num_thread: int | None) -> Wanted:
     """The model as the loader wants it described. num_thread: the request's; else the model's own, if it has one."""
     threads = num_thread if num_thread is not None else model_options(stored.params).get("num_thread", 0)
-    return Wanted(name=stored.name, path=stored.model_path, digest=stored.model_digest, num_thread=threads)
+    return Wanted(name=stored.name, path=stored.model_path, digest=stored.model_digest, num_thread=threads, memory=facts.memory)
 
 
 def read_facts(stored: StoredModel, override: str | None) -> FileFacts:
@@ -122,6 +134,7 @@ def read_facts(stored: StoredModel, override: str | None) -> FileFacts:
                 chat_template=template if isinstance(template, str) else None,
                 capabilities=can,
                 fill=fill,
+                memory=facts_of(gguf),
                 tensors=[{"name": name, "type": tensor.type, "shape": list(tensor.shape)} for name, tensor in gguf.tensors.items()],
             )
     except ModelFileError as error:

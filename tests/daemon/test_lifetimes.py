@@ -188,6 +188,32 @@ def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
             thread.join(20)
 
 
+def test_only_so_many_are_answered_at_once(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path, saying("word " * 10, delay=0.01), num_parallel=2) as running:
+        answers: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=lambda: answers.append(chat(running))) for _ in range(5)]
+        most = 0
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            most = max([most, *(one.get("running", 0) for one in running.loaded())])
+        assert most == 2
+        assert [one["message"]["content"] for one in answers] == ["word " * 10] * 5
+
+
+def test_blobs_that_no_model_needs_go_at_the_start(tmp_path: Path) -> None:
+    from localrun.store import Store
+
+    store = Store(tmp_path / "models")
+    old, young = store.blobs.put(b"old"), store.blobs.put(b"young")
+    os.utime(store.blobs.path(old), (0, 0))
+    with serving.daemon(tmp_path, noprune=True):
+        assert store.blobs.has(old)
+    with serving.daemon(tmp_path):
+        wait_until(lambda: not store.blobs.has(old))
+        assert store.blobs.has(young)
+
+
 # ---- loads that fail ----------------------------------------------------------------------------------------------------------
 
 

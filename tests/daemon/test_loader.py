@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from localrun.daemon.loader import LEAST_BESIDE_WEIGHTS, Loader, Wanted
 from localrun.errors import Busy, LoadFailed, LocalrunError
 from localrun.messages import Load, Loaded, LoadProgress
 from localrun.settings import Settings
+from localrun.store.facts import Facts
 
 MEBI = 1 << 20
 
@@ -107,7 +109,34 @@ async def test_two_that_fit_alone_do_not_load_at_once(files: dict[str, Wanted]) 
     await loader.close()
 
 
-async def test_one_that_is_too_large_is_tried_when_it_is_alone(files: dict[str, Wanted]) -> None:
+FACTS = Facts(
+    architecture="llama", title="", quantization="", parameters=1, file_bytes=1, tensor_bytes=2 << 30, packed_bytes=2 << 30, mapped_bytes=0,
+    read_bytes=1, row_bytes=1, vocabulary=1000, merges=0, context_length=4096, kv=((10, 4, 64, 64),),
+)  # fmt: skip
+
+
+async def test_one_whose_header_says_that_it_does_not_fit_is_refused_with_the_numbers(files: dict[str, Wanted]) -> None:
+    wanted = dataclasses.replace(files["a"], memory=FACTS)
+    loader = Loader(Settings(), None, Machine(1000).runner, lambda: 1 << 30)
+    with pytest.raises(LoadFailed, match=r"requires more system memory \(2\.\d GB\) than is available \(1\.1 GB\)"):
+        await use(loader, wanted)
+    assert names(loader) == []
+    tried = Loader(Settings(overcommit=True), None, Machine(1000).runner, lambda: 1 << 30)
+    await use(tried, wanted)
+    assert names(tried) == ["a"]
+    await tried.close()
+
+
+async def test_one_that_does_not_fit_beside_another_takes_its_place(files: dict[str, Wanted]) -> None:
+    machine = Machine(4000)
+    loader = Loader(Settings(), None, machine.runner, lambda: (3 << 30) - sum((2 << 30) * bool(one.held) for one in machine.runners))
+    await use(loader, dataclasses.replace(files["a"], memory=FACTS))
+    await use(loader, dataclasses.replace(files["b"], memory=FACTS))
+    assert names(loader) == ["b"]
+    await loader.close()
+
+
+async def test_one_of_unknown_needs_is_tried_when_it_is_alone(files: dict[str, Wanted]) -> None:
     machine = Machine(10)
     loader = Loader(Settings(), None, machine.runner, machine.available)
     await use(loader, files["c"])
