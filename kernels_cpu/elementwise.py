@@ -94,6 +94,8 @@ def norm(isa: Isa) -> Any:
                 v = load_f32x16(source + i * 64) * scale
                 if weight:
                     v = v * load_f32x16(weight + i * 64)
+                if load_i64(args + 48):
+                    v = v + load_f32x16(load_i64(args + 48) + i * 64)
                 store(row + i * 64, v)
         else:
             row = source

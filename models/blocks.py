@@ -122,6 +122,12 @@ class Decoder:
         """The same names in every layer (or in those)."""
         return {f"blk.{i}.{name}": shape for i in (range(self.n_layers) if layers is None else layers) for name, shape in shapes.items()}
 
+    def further(self, gguf: GGUFFile) -> Shapes:
+        """Tensors of layers behind the last one that is used, whatever their shapes."""
+        n_all = Keys(gguf).int("block_count")
+        prefixes = tuple(f"blk.{i}." for i in range(self.n_layers, n_all))
+        return {name: info.shape for name, info in gguf.tensors.items() if prefixes and name.startswith(prefixes)}
+
     def check(self, gguf: GGUFFile, expected: Shapes, optional: Shapes | None = None) -> None:
         """Holds the file against the tables; output matrix, biases and rope_freqs may be there. Raises ModelFileError."""
         shared: Shapes = {"output.weight": (self.width, self.n_vocab)}

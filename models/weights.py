@@ -28,6 +28,8 @@ HUGE_PAGE = 2 << 20
 SPARE_MEMORY = 1 << 30
 """What must stay free beside repacked weights for the weights to be repacked unasked."""
 GROUPS_PER_CHUNK = 8
+SINGLE_ROWS = ("_shexp.weight", "cls.output.weight")
+"""Ends of the names of tensors that are matrices of one row, which files keep as vectors."""
 
 
 class Vector:
@@ -120,11 +122,12 @@ class Weights:
     @staticmethod
     def _packed_size(info: TensorInfo) -> int:
         packing = PACKINGS.get(info.type)
-        if packing is None or len(info.shape) < 2:
+        if packing is None or (len(info.shape) < 2 and not info.name.endswith(SINGLE_ROWS)):
             return 0
         matrices = int(np.prod(info.shape[2:]))
         # A matrix may be asked for in up to four parts (Q, K and V in one tensor), each with a last group of its own.
-        groups = matrices * (-(-info.shape[1] // 16) + 3)
+        rows = info.shape[1] if len(info.shape) > 1 else 1
+        groups = matrices * (-(-rows // 16) + 3)
         return groups * (packing.group_bytes(info.shape[0]) + 64)
 
     def has(self, name: str) -> bool:
@@ -148,7 +151,9 @@ class Weights:
             raise ModelFileError(
                 self.gguf.path, f"tensor {name}", f"rows of {info.shape[0]} values are no whole {packing.format.name} blocks"
             )
-        return Weight(self, info, packing, self._source(name), first_row, info.shape[1] if rows is None else rows)
+        if rows is None:
+            rows = info.shape[1] if len(info.shape) > 1 else 1
+        return Weight(self, info, packing, self._source(name), first_row, rows)
 
     def stack(self, name: str, first_row: int = 0, rows: int | None = None) -> Stack:
         """The matrices of a tensor of three dimensions, or `rows` rows of each. Raises ModelFileError for a type without kernels."""
