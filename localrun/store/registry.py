@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from localrun.errors import BadRequest, DownloadFailed
 from localrun.store.blobs import Blobs
@@ -38,13 +38,13 @@ def pull(name: Name, blobs: Blobs, progress: Progress, cancelled: Cancelled, *, 
     """
     if name.scheme == "http" and not insecure:
         raise BadRequest(f"{name.host} was named with http://, which anyone between can change; say insecure to accept that", param="model")
-    with _Session(name) as session:
+    with Session(name) as session:
         manifest = Manifest.parse(session.manifest(), name.short)
         bring_all(session, manifest.blobs, blobs, progress, cancelled)
     return manifest
 
 
-class _Session(Source):
+class Session(Source):
     """One repository of one registry: requests with the token that it wants."""
 
     def __init__(self, name: Name) -> None:
@@ -56,7 +56,7 @@ class _Session(Source):
         self._token_lock = threading.Lock()
         self._client = http_client()
 
-    def __enter__(self) -> _Session:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -80,6 +80,29 @@ class _Session(Source):
         except Again as error:
             raise DownloadFailed(f"pull model manifest: {self.host} answered {error}; try again later") from error
         return body
+
+    def call(
+        self, method: str, url: str, headers: dict[str, str] | None = None, content: bytes | Callable[[], Iterator[bytes]] = b""
+    ) -> httpx.Response:
+        """A request that changes something, and its whole answer, whatever its status. url: relative to the repository, or one that the
+        registry has sent. content: a function makes the bytes, once for each attempt.
+
+        Raises DownloadFailed when the token that is asked for is not to be had, httpx's errors.
+        """
+        url = urljoin(f"{self._base}/", url)
+        home = (where := urlsplit(url)).netloc.lower() == (here := urlsplit(self._base)).netloc.lower()
+        if here.scheme == "https" and where.scheme != "https":
+            raise DownloadFailed(f"{self.host} sent us to plain HTTP, which anyone between can change; that is refused")
+        for attempt in ("without", "with"):
+            token = self._token
+            sent = (headers or {}) | ({"Authorization": f"Bearer {token}"} if token and home else {})
+            body = content if isinstance(content, bytes) else content()
+            response = self._client.request(method, url, headers=sent, content=body, follow_redirects=False)
+            if response.status_code == 401 and attempt == "without" and home:
+                self._challenged(response, token)
+                continue
+            break
+        return response
 
     @contextlib.contextmanager
     def open_blob(self, digest: str, headers: dict[str, str]) -> Iterator[httpx.Response]:

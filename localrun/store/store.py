@@ -20,7 +20,7 @@ from typing import Any
 from localrun.errors import DownloadFailed, ModelFileRejected, ModelNotFound
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, describe, hub, registry, webpull, wheels
+from localrun.store import catalogue, describe, hub, push, registry, webpull, wheels
 from localrun.store.blobs import Blobs
 from localrun.store.create import CreateSpec, create
 from localrun.store.durable import StorageFailed, locked
@@ -207,6 +207,10 @@ class Store:
         else:
             self.until_kept(from_registry)
         progress(PullProgress("success"))
+
+    def push(self, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False) -> None:
+        """Sends a model to the registry on its name's host; see `push.push`."""
+        push.push(self, name, progress, cancelled, insecure=insecure)
 
     def create(self, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled = lambda: False) -> None:
         """Makes a model; see `create.create`."""
