@@ -25,6 +25,7 @@ from localrun.daemon.services import Activity, Services
 from localrun.errors import LocalrunError, NotFound
 from localrun.settings import Settings
 from localrun.store import Store
+from localrun.store.hub import Web
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(settings, store or Store(settings.models), Loader(settings, load), activity)
+        services = Services(settings, store or Store(settings.models, Web(settings.hf_endpoint, settings.hf_token)), Loader(settings, load), activity)
         app.state.services = services
         if warm:
             await services.in_thread(runners.warm_up)

@@ -136,7 +136,6 @@ async def v1_model(x: Exchange, body: None) -> None:
 async def pull(x: Exchange, body: PullBody) -> None:
     """POST /api/pull."""
     name = _name(body)
-    Name.parse(name)
     await transfer(x, body.stream, lambda progress, cancelled: x.services.store.pull(name, progress, cancelled, insecure=body.insecure))
 
 

@@ -147,7 +147,6 @@ def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert running.http.post("/api/pull", json={"model": "x", "stream": False}).json() == {"status": "success"}
         assert [line["status"] for line in running.lines("/api/pull", {"name": "x"})][-1] == "success"
         assert running.http.post("/api/pull", json={}).json() == {"error": "model is required"}
-        assert running.http.post("/api/pull", json={"model": "../x"}).status_code == 400
 
 
 # ---- create -------------------------------------------------------------------------------------------------------------------

@@ -214,6 +214,7 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
         ("/api/generate", b'{"model": "none"}', 404, "model 'none' not found"),
         ("/api/chat", b'{"model": "none:7b", "messages": []}', 404, "model 'none:7b' not found"),
         ("/api/generate", b'{"model": "../x"}', 400, "invalid model name"),
+        ("/api/pull", b'{"model": "../x"}', 400, "invalid model name"),
         ("/api/generate", b'{"model": 1}', 400, "model: should be a valid string"),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "stream": 1}', 400, "stream: should be a valid boolean"),
         ("/api/generate", b'{"model": "tiny", "temperature": 1}', 400, 'unknown field "temperature"'),
