@@ -15,6 +15,7 @@ what is wrong and what to do. The API layer turns any of these into the dialect'
     ├── RunnerDied                500 runner_died
     ├── DownloadFailed            502 download_failed
     ├── Busy                      503 busy
+    ├── DeadlineExceeded          504 deadline_exceeded
     └── DiskFull                  507 disk_full
 
 Layers below (`models`, `kernels_*`) do not know this file: their errors are mapped here once, by the runner and by the store.
@@ -103,6 +104,13 @@ class RunnerDied(LocalrunError):
 class DownloadFailed(LocalrunError):
     status = 502
     code = "download_failed"
+
+
+class DeadlineExceeded(LocalrunError):
+    """A request took longer than it said it may."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class Busy(LocalrunError):

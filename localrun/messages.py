@@ -125,6 +125,10 @@ class Generate(Struct, tag="generate", kw_only=True):
     """None: none. k: the chosen token's and the k likeliest ones' log-probabilities."""
     priority: int = 0
     """Lower numbers are served first; each level counts as much as 30 seconds of waiting, so nobody waits for ever."""
+    deadline_s: float = 0.0
+    """Seconds from its arrival in the runner after which the request ends with an error; 0: none."""
+    score: bool = False
+    """Whether the sum of the answer's log-probabilities is wanted (`Finished.logprob`), to choose the best of several answers."""
     draft_num_predict: int = -1
     """Most tokens guessed ahead from the text's own past. Below 0: as many as pay, by measurement; 0: none. Never changes the answer."""
 
@@ -159,6 +163,12 @@ class Evaluate(Struct, tag="evaluate", kw_only=True):
     """For each position, the token ids whose log-probability is wanted (a reference's)."""
 
 
+class Inspect(Struct, tag="inspect", kw_only=True):
+    """How the engine stands: answered by `Inspected`."""
+
+    request_id: str
+
+
 class Cancel(Struct, tag="cancel", kw_only=True):
     request_id: str
 
@@ -167,7 +177,7 @@ class Shutdown(Struct, tag="shutdown"):
     """Finish nothing, free everything, exit 0."""
 
 
-ToRunner = Load | Generate | Render | Tokenize | Detokenize | Evaluate | Cancel | Shutdown
+ToRunner = Load | Generate | Render | Tokenize | Detokenize | Evaluate | Inspect | Cancel | Shutdown
 
 
 # ---- runner -> daemon ---------------------------------------------------------------------------------------------------------
@@ -206,6 +216,8 @@ class Started(Struct, tag="started", kw_only=True):
     seed: int
     dropped_messages: int = 0
     dropped_tokens: int = 0
+    near_miss: str = ""
+    """Where a long prompt stopped agreeing with one that is cached, if much of it had to be read again for that."""
 
 
 class TokenLogprob(Struct, kw_only=True):
@@ -255,6 +267,8 @@ class Finished(Struct, tag="finished", kw_only=True):
     """Forward passes that brought tokens: fewer than completion_tokens where drafts came true."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    logprob: float = 0.0
+    """With `score`: the sum over the answer's tokens, the end of the turn included."""
     draft_saved_s: float = 0.0
     """Estimated time that drafts have saved, less what checking them took."""
 
@@ -298,7 +312,29 @@ class Evaluated(Struct, tag="evaluated", kw_only=True):
     """For the `ids` asked for."""
 
 
-FromRunner = LoadProgress | Loaded | Started | Piece | Finished | Failed | Rendered | Tokenized | Detokenized | Evaluated
+class Inspected(Struct, tag="inspected", kw_only=True):
+    request_id: str
+    running: int
+    waiting: int
+    kv_blocks: int
+    """In all: free, cached and held by requests."""
+    kv_blocks_held: int
+    kv_blocks_cached: int
+    block_tokens: int
+    evicted_blocks: int
+    """Cached blocks that have made room so far."""
+    copied_blocks: int
+    preemptions: int
+    passes: int
+    rows: int
+    """Tokens that all passes together have read or made."""
+    busy_s: float
+    """Time spent in passes."""
+    near_misses: list[str] = []
+    """The latest few; see Started.near_miss."""
+
+
+FromRunner = LoadProgress | Loaded | Started | Piece | Finished | Failed | Rendered | Tokenized | Detokenized | Evaluated | Inspected
 
 _encoder = msgspec.msgpack.Encoder()
 _to_runner: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)

@@ -57,7 +57,10 @@ class Intake:
         context = self.context_length(request)
         prompt = self.prompt(request, context)
         shifts = request.overflow == "shift"
-        seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority)
+        if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
+            raise BadRequest(f"deadline_s must be 0 or more, it is {request.deadline_s:g}", param="deadline_s")
+        deadline = arrival + request.deadline_s if request.deadline_s else None
+        seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority, deadline=deadline)
         given = request.sampling.seed
         seed = draw_seed() if given is None or given < 0 else given
         sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, self._breakers(request.sampling.dry_sequence_breakers))
@@ -68,6 +71,7 @@ class Intake:
             BannedStrings(_checked_strings(request.sampling.banned_strings, "banned_strings"), self._tokenizer.piece),
             self._tokenizer.eog_ids,
             n_logprobs=request.logprobs,
+            scores=request.score,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
             constraint=self._constraint(request, prompt),
@@ -102,7 +106,7 @@ class Intake:
         kept = max(1, context - max(1, context // 8))
         first = min(SINK_TOKENS, kept // 2)
         tokens = whole.tokens[:first] + whole.tokens[len(whole.tokens) - (kept - first) :]
-        return Prompt(tokens, self._text(tokens), dropped_tokens=len(whole.tokens) - len(tokens))
+        return Prompt(tokens, self.text(tokens), dropped_tokens=len(whole.tokens) - len(tokens))
 
     def rendered(self, message: Render) -> Rendered:
         request = message.request
@@ -115,7 +119,7 @@ class Intake:
         return Tokenized(request_id=message.request_id, tokens=tokens)
 
     def detokenized(self, message: Detokenize) -> Detokenized:
-        return Detokenized(request_id=message.request_id, text=self._text(self._checked_ids(message.tokens, "tokens")))
+        return Detokenized(request_id=message.request_id, text=self.text(self._checked_ids(message.tokens, "tokens")))
 
     def evaluation(self, message: Evaluate) -> Evaluation:
         """Raises BadRequest, ContextOverflow."""
@@ -211,7 +215,7 @@ class Intake:
                 raise BadRequest(f"{param}: {token} is no token of this model, which has {self._n_vocab}", param=param)
         return ids
 
-    def _text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids).decode("utf-8", "replace")
 
 

@@ -27,6 +27,8 @@ class Job(Protocol):
     """One request in the engine."""
 
     seq: Sequence
+    near_miss: str
+    """See Started."""
 
     @property
     def done(self) -> bool:
@@ -68,6 +70,7 @@ class Generation:
     bans: BannedStrings
     eog_ids: frozenset[int]
     n_logprobs: int | None = None
+    scores: bool = False
     max_tokens: int = -1
     speculator: Speculator | None = None
     constraint: Constraint | AfterThinking | None = None
@@ -78,9 +81,12 @@ class Generation:
     reason: FinishReason | None = None
     stop: str | None = None
     n_chosen: int = 0
+    near_miss: str = ""
     n_passes: int = 0
     """Passes that brought tokens."""
     _shown: Shown = field(default_factory=Shown)
+    _scores: list[float] = field(default_factory=list)
+    """Log-probability of each token of the answer, where they are looked at."""
     _banned: dict[int, list[int]] = field(default_factory=dict)
     """Tokens that must not come at a position."""
 
@@ -113,6 +119,7 @@ class Generation:
                 seed=self.sampler.seed,
                 dropped_messages=self.dropped_messages,
                 dropped_tokens=self.dropped_tokens,
+                near_miss=self.near_miss,
             )
         ]
 
@@ -136,10 +143,11 @@ class Generation:
     def _take_token(self, row: Floats) -> bool:
         """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use."""
         seq = self.seq
-        raw = row.copy() if self.n_logprobs is not None else None
+        raw = row.copy() if self.n_logprobs is not None or self.scores else None
         allowed = None if self.constraint is None else self.constraint.allowed()
         token = self.sampler.choose(row, seq.tokens, seq.position, allowed, self._banned.get(seq.position, ()))
-        went_on = self._add(Chosen(token, None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0)))
+        logprobs = None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0)
+        went_on = self._add(Chosen(token, logprobs))
         if self.constraint is None or not went_on or raw is not None:
             return went_on
         forced = self.constraint.forced()
@@ -154,6 +162,8 @@ class Generation:
         seq = self.seq
         seq.tokens.append(chosen.token)
         self.n_chosen += 1
+        if chosen.logprobs is not None:
+            self._scores.append(chosen.logprobs.chosen)
         if chosen.token in self.eog_ids:
             self.reason = "stop"
             self._pass_on(self.bans.flush(), n_behind=1)
@@ -176,7 +186,7 @@ class Generation:
     def _pass_on(self, released: list[Chosen], n_behind: int) -> None:
         """Text of tokens that stay; n_behind tokens came after them. A stop string ends the answer with the token that completes it."""
         for i, chosen in enumerate(released):
-            part = self.answer.push(chosen.token, chosen.logprobs)
+            part = self.answer.push(chosen.token, chosen.logprobs if self.n_logprobs is not None else None)
             self._shown.add(part)
             if part.stop is not None:
                 self.reason = "stop"
@@ -200,6 +210,7 @@ class Generation:
     def _drop_last(self, n: int) -> None:
         if n:
             del self.seq.tokens[-n:]
+            del self._scores[-n:]
             self.n_chosen -= n
 
     def shifted(self) -> None:
@@ -256,6 +267,7 @@ class Generation:
             context=seq.tokens,
             dropped_tokens=seq.n_dropped,
             passes=self.n_passes,
+            logprob=sum(self._scores) if self.scores else 0.0,
             drafted_tokens=self.speculator.n_drafted if self.speculator else 0,
             accepted_tokens=self.speculator.n_accepted if self.speculator else 0,
             draft_saved_s=self.speculator.saved_s if self.speculator else 0.0,
@@ -269,6 +281,7 @@ class Evaluation:
     seq: Sequence
     top: int
     ids: list[list[int]] | None = None
+    near_miss: str = ""
     done: bool = False
     is_full: bool = False
     _first: int = 0

@@ -31,6 +31,7 @@ from localrun.messages import (
     Failed,
     FromRunner,
     Generate,
+    Inspect,
     Load,
     Loaded,
     LoadProgress,
@@ -163,9 +164,9 @@ class Runner:
 
     def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int) -> None:
         self._pipe = pipe
-        self.engine = Engine(parts.model, n_blocks, pipe.send, max_waiting=max_queue)
+        self.engine = Engine(parts.model, n_blocks, pipe.send, say=lambda ids: repr(self._intake.text(ids)), max_waiting=max_queue)
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS)
-        self._inbox: queue.SimpleQueue[Job | Cancel | Shutdown] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Raises DaemonGone when an event cannot be sent."""
@@ -185,6 +186,8 @@ class Runner:
                 return False
             if isinstance(message, Cancel):
                 self.engine.cancel(message.request_id)
+            elif isinstance(message, Inspect):
+                self._pipe.send(self.engine.inspected(message.request_id))
             else:
                 try:
                     self.engine.submit(message)
@@ -209,7 +212,7 @@ class Runner:
             self._inbox.put(Shutdown())
 
     def _handle(self, message: ToRunner) -> None:
-        if isinstance(message, Cancel | Shutdown):
+        if isinstance(message, Cancel | Inspect | Shutdown):
             self._inbox.put(message)
             return
         try:

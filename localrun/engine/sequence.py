@@ -31,6 +31,8 @@ class Sequence:
     arrival: float
     """Clock time, seconds."""
     priority: int = 0
+    deadline: float | None = None
+    """Clock time after which it is of no use."""
     may_reuse: bool = True
     """Whether it takes part in the prefix tree; an evaluation, which wants every row's logits, does not."""
     wants_all_rows: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -18,17 +19,22 @@ from localrun.engine.parts import as_localrun_error
 from localrun.engine.scheduler import Plan, Scheduler, Slice
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
-from localrun.errors import LocalrunError
-from localrun.messages import Failed, FromRunner
+from localrun.errors import DeadlineExceeded, LocalrunError
+from localrun.messages import Failed, FromRunner, Inspected
 from localrun.models.model import BLOCK_TOKENS, Model, Span
 
 log = logging.getLogger(__name__)
 
 Emit = Callable[[FromRunner], None]
 
+_WORTH_EXPLAINING = 256
+"""Tokens that must be read again, and that the cache must have held, for a near miss to be told."""
+_NEAR_MISSES = 8
+"""Of the latest ones that are remembered."""
+
 
 class Engine:
-    """`model` has had its KV pool of n_blocks allocated. `emit` gets every event, in order."""
+    """`model` has had its KV pool of n_blocks allocated. `emit` gets every event, in order. `say` writes tokens as a person reads them."""
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class Engine:
         n_blocks: int,
         emit: Emit,
         *,
+        say: Callable[[list[int]], str] = repr,
         clock: Callable[[], float] = time.monotonic,
         max_running: int = 64,
         max_waiting: int = 512,
@@ -49,13 +56,37 @@ class Engine:
         )
         self._emit = emit
         self._clock = clock
+        self._say = say
         self._jobs: dict[str, Job] = {}
+        self._preemptions = self._passes = self._rows = 0
+        self._busy_s = 0.0
+        self._near_misses: deque[str] = deque(maxlen=_NEAR_MISSES)
         self._reported: set[str] = set()
         """Jobs whose `started` has been sent."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._jobs)
+
+    def inspected(self, request_id: str) -> Inspected:
+        """How things stand, between two steps."""
+        pool, tree = self.cache.pool, self.cache.tree
+        return Inspected(
+            request_id=request_id,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_blocks=pool.n_blocks,
+            kv_blocks_held=pool.n_held,
+            kv_blocks_cached=pool.n_cached,
+            block_tokens=pool.block_tokens,
+            evicted_blocks=tree.n_evicted,
+            copied_blocks=self.cache.n_copied,
+            preemptions=self._preemptions,
+            passes=self._passes,
+            rows=self._rows,
+            busy_s=self._busy_s,
+            near_misses=list(self._near_misses),
+        )
 
     def submit(self, job: Job) -> None:
         """Queues a job. Raises Busy, or LocalrunError when its id is taken."""
@@ -93,15 +124,39 @@ class Engine:
         self.cache.check(self.scheduler.sequences)
 
     def _schedule(self) -> Plan:
+        now = self._clock()
+        for seq in self.scheduler.sequences:
+            if seq.deadline is not None and seq.deadline <= now:
+                late = DeadlineExceeded(f"the request was not done within its deadline of {seq.deadline - seq.arrival:g} s")
+                self.fail(seq.request_id, late)
         self._draft()
-        plan = self.scheduler.plan(self._clock())
+        plan = self.scheduler.plan(now)
+        self._preemptions += len(plan.preempted)
         for s in plan.slices:
             job = self._job(s.seq)
             if s.seq.request_id not in self._reported:
                 self._reported.add(s.seq.request_id)
+                self._explain_near_miss(job)
                 for event in job.started():
                     self._emit(event)
         return plan
+
+    def _explain_near_miss(self, job: Job) -> None:
+        """Says where a long prompt left the tree, when the tree knew much that came very close."""
+        seq = job.seq
+        missed = len(seq.tokens) - seq.n_cached
+        if not seq.may_reuse or missed < _WORTH_EXPLAINING:
+            return
+        miss = self.cache.tree.near_miss(seq.tokens)
+        if miss is None or miss.beyond < _WORTH_EXPLAINING:
+            return
+        wanted = seq.tokens[miss.position : miss.position + len(miss.cached)]
+        job.near_miss = (
+            f"{miss.position} tokens agree with a cached prompt, then this one says {self._say(wanted)} where that one says "
+            f"{self._say(list(miss.cached))}; {missed} tokens are read again"
+        )
+        self._near_misses.append(job.near_miss)
+        log.info("request %s: %s", seq.request_id, job.near_miss)
 
     def _draft(self) -> None:
         """Lets every sequence that is about to decode propose what may follow, as long as that makes the pass better for all."""
@@ -140,7 +195,11 @@ class Engine:
                 s.seq.may_reuse = False  # nothing of what it computed is to be trusted
                 self.fail(s.seq.request_id, failure)
             return None
-        self.cost.observe(plan.rows, plan.attended, plan.outputs, self._clock() - began)
+        seconds = self._clock() - began
+        self.cost.observe(plan.rows, plan.attended, plan.outputs, seconds)
+        self._passes += 1
+        self._rows += plan.rows
+        self._busy_s += seconds
         ends = np.cumsum([len(span.outputs) for span in spans])
         return np.split(logits, ends[:-1])
 

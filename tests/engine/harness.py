@@ -60,9 +60,12 @@ class Harness:
         self.parts: Parts = parts_of(self.model, template)
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
-        self.engine = Engine(self.model, n_blocks, self._emit, clock=self.clock, **options)
+        self.engine = Engine(self.model, n_blocks, self._emit, clock=self.clock, say=self._say, **options)
         self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.clock)
         self._n = 0
+
+    def _say(self, ids: list[int]) -> str:
+        return self.parts.tokenizer.decode(ids).decode("utf-8", "replace")
 
     def _emit(self, event: FromRunner) -> None:
         self.events.append(event)

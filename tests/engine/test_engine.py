@@ -402,3 +402,82 @@ def test_shift_takes_the_middle_out_and_goes_on() -> None:
     again.ask([BOS, *range(97, 107)], max_tokens=100)
     again.run()
     assert same.text == outcome.text
+
+
+# ---- what is told about it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_near_miss_is_explained() -> None:
+    """A long prompt that was not reused for one early difference: where, and what stood there."""
+    harness = Harness(FakeModel(max_batch=256), n_blocks=128)
+    first = harness.ask("on Monday " + "hello world " * 150, max_tokens=2)
+    harness.run()
+    second = harness.ask("on Sunday " + "hello world " * 150, max_tokens=2)
+    harness.run()
+    assert first.started is not None
+    assert second.started is not None
+    assert first.started.near_miss == ""
+    note = second.started.near_miss
+    assert note.startswith("4 tokens agree with a cached prompt, then this one says Sunday hello")
+    assert "where that one says Monday hello" in note
+    assert f"{second.started.prompt_tokens - 4} tokens are read again" in note
+    assert harness.engine.inspected("i").near_misses == [note]
+
+
+def test_hits_and_short_prompts_are_no_near_misses() -> None:
+    harness = Harness(FakeModel(max_batch=256), n_blocks=128)
+    long = "hello world " * 150
+    for prompt in (long, long + "and more", "short one", "short two"):
+        outcome = harness.ask(prompt, max_tokens=2)
+        harness.run()
+        assert outcome.started is not None
+        assert outcome.started.near_miss == ""
+
+
+def test_inspection_counts_what_happened() -> None:
+    clock = FakeClock()
+    harness = Harness(FakeModel(clock=clock, cost=lambda rows, attended: 0.5, eog_bias=-100), n_blocks=10, clock=clock, max_running=2)
+    for i in range(3):
+        harness.ask([BOS, 97 + i], max_tokens=70)
+    harness.step()
+    now = harness.engine.inspected("i")
+    assert (now.running, now.waiting, now.kv_blocks, now.kv_blocks_held) == (2, 1, 10, 2)
+    harness.run()
+    later = harness.engine.inspected("i")
+    assert (later.running, later.waiting, later.kv_blocks_held) == (0, 0, 0)
+    assert later.kv_blocks_cached > 0
+    assert later.evicted_blocks > 0
+    assert later.passes == harness.model.passes
+    assert later.rows == harness.model.rows
+    assert later.busy_s == pytest.approx(0.5 * later.passes)
+
+
+def test_a_deadline_ends_what_is_late_wherever_it_is() -> None:
+    clock = FakeClock()
+    harness = Harness(FakeModel(clock=clock, cost=lambda rows, attended: 1.0, eog_bias=-100), clock=clock, max_running=1)
+    running = harness.ask([BOS, 97], max_tokens=100, deadline_s=5.5)
+    queued = harness.ask([BOS, 98], max_tokens=100, deadline_s=3.5)
+    in_time = harness.ask([BOS, 99], max_tokens=3, deadline_s=50)
+    harness.run()
+    for outcome, seconds in ((running, "5.5"), (queued, "3.5")):
+        assert outcome.failed is not None
+        assert outcome.failed.code == "deadline_exceeded"
+        assert seconds in outcome.failed.message
+    assert len(running.text) > 0
+    assert queued.started is None
+    assert in_time.finished is not None
+    assert in_time.finished.completion_tokens == 3
+
+
+def test_score_is_the_sum_of_the_answer_s_logprobs() -> None:
+    harness = Harness(FakeModel(eog_bias=-100))
+    scored = harness.ask("hello", max_tokens=6, score=True)
+    told = harness.ask("hello", max_tokens=6, logprobs=0)
+    neither = harness.ask("hello", max_tokens=6)
+    harness.run()
+    items = [item for piece in told.pieces for item in piece.logprobs]
+    assert scored.finished is not None
+    assert neither.finished is not None
+    assert scored.finished.logprob == pytest.approx(sum(item.logprob for item in items))
+    assert not any(piece.logprobs for piece in scored.pieces)
+    assert neither.finished.logprob == 0.0

@@ -30,6 +30,8 @@ from localrun.messages import (
     Finished,
     FromRunner,
     Generate,
+    Inspect,
+    Inspected,
     Load,
     Loaded,
     LoadProgress,
@@ -211,6 +213,16 @@ def test_what_needs_no_model_is_answered_beside_it(talk: Talk) -> None:
     assert talk.receive() == Rendered(request_id="r", text="<|system|>be kind<|user|>hi<|assistant|>", tokens=13)
 
 
+def test_inspection_over_the_pipe(talk: Talk) -> None:
+    talk.send(Generate(request_id="a", prompt="hello"))
+    talk.until("a")
+    talk.send(Inspect(request_id="i"))
+    found = talk.receive()
+    assert isinstance(found, Inspected)
+    assert (found.running, found.waiting, found.kv_blocks_held) == (0, 0, 0)
+    assert found.rows > found.passes > 0
+
+
 def test_render_says_what_generate_reads(talk: Talk) -> None:
     request = Generate(request_id="r", messages=user("hello 한글"), max_tokens=0)
     talk.send(Render(request=request))
@@ -234,6 +246,12 @@ def test_render_says_what_generate_reads(talk: Talk) -> None:
         ({"messages": [Message(role="wizard", content="x")]}, "template_error", None),
         ({"prompt_tokens": [5, 999]}, "invalid_request", None),
         ({"prompt_tokens": []}, "invalid_request", "prompt"),
+        ({"prompt": "x", "deadline_s": -1.0}, "invalid_request", "deadline_s"),
+        ({"prompt": "x", "format": {"not": {}}}, "unsupported", "format"),
+        ({"prompt": "x", "sampling": Sampling(mirostat=3)}, "invalid_request", "mirostat"),
+        ({"prompt": "x", "sampling": Sampling(dry_base=0.5)}, "invalid_request", "dry_base"),
+        ({"prompt": "x", "sampling": Sampling(xtc_probability=2)}, "invalid_request", "xtc_probability"),
+        ({"prompt": "x", "sampling": Sampling(banned_strings=["a"] * 65)}, "invalid_request", "banned_strings"),
         ({"prompt": "x", "num_ctx": -1}, "invalid_request", "num_ctx"),
         ({"prompt": "x", "logprobs": -1}, "invalid_request", "logprobs"),
         ({"prompt": "x", "stop": ["a"] * 65}, "invalid_request", "stop"),
