@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from localrun import __version__
 from localrun.api.routes import ROUTES, Route
-from localrun.daemon import evaluation, generation, management, runners
+from localrun.daemon import evaluation, generation, management, runners, storage
 from localrun.daemon.exchange import Exchange, Handler
 from localrun.daemon.guard import Guard, error_shape
 from localrun.daemon.loader import Loader
@@ -45,7 +45,8 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(settings, store or Store(settings.models, Web(settings.hf_endpoint, settings.hf_token)), Loader(settings, load), activity)
+        models = store or Store(settings.models, Web(settings.hf_endpoint, settings.hf_token))
+        services = Services(settings, models, Loader(settings, load), activity)
         app.state.services = services
         if warm:
             await services.in_thread(runners.warm_up)
@@ -83,7 +84,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
 
 def handler_of(route: Route) -> Handler:
     """The function that a route names."""
-    for module in (generation, management, evaluation):
+    for module in (generation, management, evaluation, storage):
         found = getattr(module, route.handler, None)
         if found is not None:
             handler: Handler = found

@@ -139,6 +139,19 @@ class Exchange(Response):
         if values:
             await self._body(b"".join([self._frame(value) for value in values]), more=True)
 
+    async def begin_bytes(self, media: str, length: int, headers: Mapping[str, str] | None = None) -> None:
+        """Begins a reply of so many bytes. From here on an error can only break the connection off, which the client sees."""
+
+        def broken(error: LocalrunError) -> list[dict[str, Any]]:
+            raise ClientGone
+
+        self.failing = broken
+        await self._start(200, media, {"content-length": str(length), **(headers or {})})
+
+    async def piece(self, data: bytes, *, last: bool = False) -> None:
+        """Some bytes of a reply that begin_bytes began. Raises ClientGone when the client takes nothing for SLOW_CLIENT_S."""
+        await self._body(data, more=not last)
+
     async def end(self) -> None:
         """Ends a streamed reply."""
         await self._body(b"data: [DONE]\n\n" if self._framing == "sse" else b"", more=False)

@@ -143,7 +143,7 @@ async def create(x: Exchange, body: CreateBody) -> None:
     """POST /api/create."""
     name = _name(body)
     Name.parse(name)
-    spec = create_spec(body, local=_is_here(x))
+    spec = create_spec(body, local=is_here(x))
     await transfer(x, body.stream, lambda progress, cancelled: x.services.store.create(name, spec, progress, cancelled))
 
 
@@ -170,6 +170,7 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
     return replace(
         spec,
         **origin,
+        copy=body.copy_,
         template=body.template if body.template is not None else spec.template,
         system=body.system if body.system is not None else spec.system,
         parameters=spec.parameters | body.parameters,
@@ -191,7 +192,7 @@ def _origin(body: CreateBody) -> dict[str, Any]:
     return {"from_name": body.from_ or None}
 
 
-def _is_here(x: Exchange) -> bool:
+def is_here(x: Exchange) -> bool:
     """Whether the client runs on this machine."""
     host = x.request.client.host if x.request.client else ""
     try:
@@ -303,8 +304,11 @@ Report = Callable[[PullProgress], None]
 Cancelled = Callable[[], bool]
 
 
-async def transfer(x: Exchange, stream: bool, work: Callable[[Report, Cancelled], None]) -> None:
-    """Runs `work` in a thread and passes its progress on: a line each where `stream`, else only the last one.
+async def transfer(
+    x: Exchange, stream: bool, work: Callable[[Report, Cancelled], None], ending: Callable[[], dict[str, Any]] | None = None
+) -> None:
+    """Runs `work` in a thread and passes its progress on: a line each where `stream`, else only the last one. ending: makes one more
+    object, which is the last one, when `work` is done.
 
     When the client goes, or the daemon ends, `work` is told by its second argument. Of progress that comes faster than the client reads,
     the latest of each step is sent.
@@ -346,9 +350,11 @@ async def transfer(x: Exchange, stream: bool, work: Callable[[Report, Cancelled]
     if stream:
         if not x.has_begun:
             await x.begin("ndjson")
+        if ending is not None:
+            await x.chunks([ending()])
         await x.end()
     else:
-        await x.json(_line(last))
+        await x.json(ending() if ending is not None else _line(last))
 
 
 def _line(progress: PullProgress) -> dict[str, Any]:
