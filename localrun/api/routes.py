@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localrun.api import anthropic_schema, evaluate, openai_schema, responses_schema, schema
+from localrun.api import anthropic_schema, evaluate, openai_schema, responses_schema, schema, storage
 from localrun.api.fields import Body
 
 Family = Literal["ollama", "openai", "anthropic"]
@@ -47,7 +47,13 @@ ROUTES: list[Route] = [
     *_route("POST", "/api/evaluate", "evaluate", "ollama", evaluate.EvaluateBody, "How likely the model finds a text."),
     *_route("POST", "/api/pull", "pull", "ollama", schema.PullBody, "Brings a model into the store."),
     *_route("POST", "/api/create", "create", "ollama", schema.CreateBody, "Makes a model from another one or from files."),
-    *_route("POST", "/api/push", "not_there", "ollama", None, "Not supported yet."),
+    *_route("POST", "/api/push", "push", "ollama", schema.PushBody, "Sends a model to a registry."),
+    *_route("POST", "/api/plan", "plan", "ollama", storage.PlanBody, "What a model will take and give here, from its header alone."),
+    *_route("POST", "/api/export", "export", "ollama", storage.ExportBody, "Models as one stream of bytes."),
+    *_route("POST", "/api/import", "import_models", "ollama", None, "Takes in the models of such a stream.", raw=True),
+    *_route("POST", "/api/check", "check", "ollama", storage.CheckBody, "Compares the store's files with their digests."),
+    *_route("GET", "/api/partials", "partials", "ollama", None, "Interrupted downloads."),
+    *_route("DELETE", "/api/partials", "remove_partials", "ollama", storage.PartialsBody, "Forgets interrupted downloads."),
     *_route("POST", "/api/copy", "copy", "ollama", schema.CopyBody, "Gives a model a second name."),
     *_route("DELETE", "/api/delete", "delete", "ollama", schema.ModelBody, "Removes a model, and the files that no other model needs."),
     *_route("HEAD", "/api/blobs/{digest}", "blob_exists", "ollama", None, "Whether a file is in the store."),

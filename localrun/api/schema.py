@@ -123,6 +123,10 @@ class PullBody(ModelBody):
     password: str = accepted("", "Without effect, as in Ollama.")
 
 
+class PushBody(PullBody):
+    """POST /api/push."""
+
+
 class CopyBody(Body):
     """POST /api/copy."""
 
@@ -152,4 +156,5 @@ class CreateBody(ModelBody):
     remote_host: str = refused("Models on other machines.", harmless=("",))
     info: dict[str, Any] = refused("Metadata that replaces the file's own.", harmless=({},))
     modelfile: str = honoured("", "localrun's own: text of a Modelfile, in place of the fields above.")
+    copy_: bool = honoured(False, "localrun's own: copy a GGUF file of this machine, rather than link to it.", alias="copy")
     folder: str = honoured("", "localrun's own: where relative paths in `modelfile` begin (clients on this machine).")

@@ -185,6 +185,12 @@ def _strays(store: Store) -> Iterator[Path]:
             yield path
 
 
+def drop_partials(store: Store, digest: str = "") -> list[tuple[str, int]]:
+    """Forgets what interrupted downloads left, of one digest or of all; those under way stay. Returns digest and size of each."""
+    found = [one for one in store.blobs.partials() if digest in ("", one[0])]
+    return [one for one in found if _drop(store, one[0])]
+
+
 class _InUse(Exception):
     """Somebody is downloading this."""
 
