@@ -26,23 +26,25 @@ class CostModel:
         self._knots = [1]
         while self._knots[-1] < max_rows:
             self._knots.append(min(2 * self._knots[-1], max_rows))
-        self._seconds: list[float | None] = [None] * len(self._knots)
+        self._measured: list[float | None] = [None] * len(self._knots)
+        self._seconds = [0.0] * len(self._knots)
+        """At every knot: what was measured, or what follows from the knots around it."""
         self._per_pairs = 0.0
         self._per_outputs = 0.0
 
     @property
     def knows_something(self) -> bool:
-        return any(s is not None for s in self._seconds)
+        return any(s is not None for s in self._measured)
 
     def knows(self, rows: int) -> bool:
         """Whether passes of about that many rows have been measured."""
         low, high, _ = self._around(rows)
-        return self._seconds[low] is not None or self._seconds[high] is not None
+        return self._measured[low] is not None or self._measured[high] is not None
 
     def predict(self, rows: int, attended: int = 0, outputs: int = 0) -> float:
         """Seconds of a pass with that many rows in all, as far as is known; 0.0 while nothing is."""
         low, high, share = self._around(rows)
-        base = self._knot(low) * (1 - share) + self._knot(high) * share
+        base = self._seconds[low] * (1 - share) + self._seconds[high] * share
         return base + self._per_pairs * attended / _PAIRS + self._per_outputs * outputs / _OUTPUTS
 
     def rows_within(self, seconds: float, rows: int, attended: int, outputs: int, per_row: int, most: int) -> int:
@@ -68,38 +70,44 @@ class CostModel:
         low, high, share = self._around(rows)
         nearest = high if share > 0.5 else low
         pairs, logits = attended / _PAIRS, outputs / _OUTPUTS
-        if self._seconds[nearest] is None:
+        if self._measured[nearest] is None:
             at_knot = max(1e-7, seconds - self._per_pairs * pairs - self._per_outputs * logits)
-            self._seconds[nearest] = at_knot * self._knots[nearest] / rows
-            return
-        expected = self.predict(rows, attended, outputs)
-        error = min(seconds, expected * _SURPRISE) - expected
-        step = _RATE * error / ((1 - share) ** 2 + share**2 + pairs**2 + logits**2)
-        for knot, weight in ((low, 1 - share), (high, share)):
-            if weight and self._seconds[knot] is not None:
-                self._seconds[knot] = max(1e-7, self._knot(knot) + step * weight)
-        self._per_pairs = max(0.0, self._per_pairs + step * pairs)
-        self._per_outputs = max(0.0, self._per_outputs + step * logits)
+            self._measured[nearest] = at_knot * self._knots[nearest] / rows
+        else:
+            expected = self.predict(rows, attended, outputs)
+            error = min(seconds, expected * _SURPRISE) - expected
+            step = _RATE * error / ((1 - share) ** 2 + share**2 + pairs**2 + logits**2)
+            for knot, weight in ((low, 1 - share), (high, share)):
+                before = self._measured[knot]
+                if weight and before is not None:
+                    self._measured[knot] = max(1e-7, before + step * weight)
+            self._per_pairs = max(0.0, self._per_pairs + step * pairs)
+            self._per_outputs = max(0.0, self._per_outputs + step * logits)
+        self._seconds = [self._at_knot(i) for i in range(len(self._knots))]
 
     def _around(self, rows: int) -> tuple[int, int, float]:
         """The two knots around `rows`, and how far it lies from the first to the second (0..1)."""
         rows = max(1, min(rows, self.max_rows))
-        high = next(i for i, k in enumerate(self._knots) if k >= rows)
-        if self._knots[high] == rows:
-            return high, high, 0.0
-        low = high - 1
+        low = rows.bit_length() - 1
+        if rows == self.max_rows:
+            low = len(self._knots) - 1
+        if self._knots[low] == rows:
+            return low, low, 0.0
+        high = low + 1
         return low, high, (rows - self._knots[low]) / (self._knots[high] - self._knots[low])
 
-    def _knot(self, index: int) -> float:
+    def _at_knot(self, index: int) -> float:
         """What was measured there; else between its measured neighbours; beyond the largest, that one's in proportion (pessimistic)."""
-        known = self._seconds[index]
-        if known is not None:
-            return known
-        below = next((i for i in range(index - 1, -1, -1) if self._seconds[i] is not None), None)
-        above = next((i for i in range(index + 1, len(self._knots)) if self._seconds[i] is not None), None)
+        measured = self._measured[index]
+        if measured is not None:
+            return measured
+        known = [(self._knots[i], seconds) for i, seconds in enumerate(self._measured) if seconds is not None]
+        rows = self._knots[index]
+        below = max((k for k in known if k[0] < rows), default=None)
+        above = min((k for k in known if k[0] > rows), default=None)
         if below is None:
-            return 0.0 if above is None else self._knot(above)
+            return 0.0 if above is None else above[1]
         if above is None:
-            return self._knot(below) * self._knots[index] / self._knots[below]
-        share = (self._knots[index] - self._knots[below]) / (self._knots[above] - self._knots[below])
-        return self._knot(below) * (1 - share) + self._knot(above) * share
+            return below[1] * rows / below[0]
+        share = (rows - below[0]) / (above[0] - below[0])
+        return below[1] * (1 - share) + above[1] * share

@@ -16,6 +16,8 @@ LONGEST = 4
 SHORTEST = 2
 _MARGIN = 1.03
 """A draft must promise this much more tokens per second: costs are estimates."""
+_HARDLY = 0.01
+"""A guess with less of a chance is not looked at."""
 _MEMORY = 0.97
 """What a success or failure counts for after each later one."""
 
@@ -72,6 +74,8 @@ class Speculator:
             rate = (expected + others) * plain / max(cost(k), 1e-9)
             if rate > best_rate:
                 best, best_rate = k, rate
+            if chance < _HARDLY:
+                break
         self._drafted = best
         self._cost_s = (plain, cost(best))
         return self._guess[:best]
