@@ -149,3 +149,20 @@ def by_head(isa: Isa) -> Any:
         give(at, load_i64(args + 16), args + 40, chunk, 1)
 
     return kernel
+
+
+def copy_part(isa: Isa) -> Any:
+    """Kernel, one row a chunk: a part of each head of a row to its place in the heads of another.
+
+    args: 0 first value of the first head's part, 1 row stride, 2 bytes from head to head (0: the same part for all), 3 values, 4 heads, 5
+    first value of the first head's place, 6 row stride, 7 bytes from head to head.
+    """
+
+    def kernel(args: int, head: int, t: int, thread: int) -> None:
+        for h in range(load_i64(args + 32)):
+            source = load_i64(args) + t * load_i64(args + 8) + h * load_i64(args + 16)
+            target = load_i64(args + 40) + t * load_i64(args + 48) + h * load_i64(args + 56)
+            for i in range(load_i64(args + 24)):
+                store_scalar(target + 4 * i, load_f32(source + 4 * i))
+
+    return kernel

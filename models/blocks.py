@@ -202,7 +202,9 @@ class Attention:
     """Positions that are seen, 0: all."""
     soft_cap: float = 0.0
     qk_norm: Literal["", "head", "row", "head after"] = ""
-    """RMS norm of queries and keys: of each head or of the whole row, before the rotation; or of each head, after it."""
+    """RMS norm of queries and keys: of each head or of the whole row, before the rotation; or of each head, after it, by weights if
+    there are any.
+    """
     clamp: float = 0.0
     """Bound of Q, K and V."""
     max_alibi_bias: float = 0.0
@@ -256,7 +258,7 @@ def attend(r: Recorder, w: Weights, p: Decoder, blk: str, q: Row, k: Row, v: Row
     elif how.qk_norm == "head after":
         for row, n, name in ((q, p.n_heads, "q_norm"), (k, p.n_kv, "k_norm")):
             r.rotate(row, n, p.n_rot, how.table, "rotate", halves=how.halves)
-            r.norm_heads(row, n, w.vector(f"{blk}.attn_{name}.weight"), p.eps, name)
+            r.norm_heads(row, n, w.maybe(f"{blk}.attn_{name}.weight"), p.eps, name)
     if how.temperature_table:
         r.scale_by_position(q, how.temperature_table, "temperature")
     layer = r.rope_kv(

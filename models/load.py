@@ -141,7 +141,7 @@ class RecordedModel:
         if table.min() < 0 or table.max() >= self._n_blocks:
             raise ValueError(f"a block table names block {int(table.max())} of {self._n_blocks}")
         if self._program.max_positions and span.start + n > self._program.max_positions:
-            raise ValueError(f"a context of {span.start + n} tokens; the model has embeddings for {self._program.max_positions} positions")
+            raise ValueError(f"a context of {span.start + n} tokens; this model as supported handles {self._program.max_positions}")
         if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
             raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
         if len(span.outputs) and (span.outputs.min() < 0 or span.outputs.max() >= n):

@@ -141,7 +141,7 @@ class Program:
     logits: int
     """Index of the instruction that writes the logits."""
     max_positions: int
-    """Positions there are embeddings for; 0: no bound."""
+    """Positions the model as supported can handle; 0: no bound."""
     partial_bytes: int
     """Memory that attention needs for each part of each row when it shares out rows."""
     fewest_kv: int
@@ -209,6 +209,10 @@ class Recorder:
         return instruction
 
     # ---- operations ----
+
+    def limit_positions(self, n: int) -> None:
+        """Longer contexts are refused."""
+        self._max_positions = n
 
     def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None) -> Row:
         """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
@@ -495,14 +499,27 @@ class Recorder:
         self._stack_matmul(stack, x, out, name, bias, where, beside, routing.k, 0)
         return out
 
-    def heads_matmul(self, stack: Stack, x: Activation, name: str) -> Row:
-        """Each head's matrix times its own row of x (T * n, columns): (T, n * rows), heads side by side. Rows must be a multiple of 16."""
+    def copy_part(self, x: Row, y: Row, n_heads: int, name: str, *, n: int, first: int, to: int, same: bool = False) -> None:
+        """Values first .. first + n of each of x's heads to `to` .. of each of y's; `same`: x has one head for all of y's."""
+        step = 0 if same else 4 * x.width // n_heads
+        args = [x.address + 4 * first, x.stride, step, n, n_heads, y.address + 4 * to, y.stride, 4 * y.width // n_heads]
+        self._append("heads", "copy_part", [], args, name)
+
+    def heads_matmul(self, stack: Stack, x: Activation, name: str, *, room_after: int = 0) -> Row:
+        """Each head's matrix times its own row of x (T * n, columns): (T, n * (rows + room_after)), heads side by side.
+
+        rows, and what a row of the result holds, must be multiples of 16. Raises ModelFileError.
+        """
         if stack.rows % 16:
             raise ModelFileError(
                 self.weights.gguf.path, f"tensor {stack.name}", f"has heads of {stack.rows} values; only multiples of 16 are supported"
             )
-        out = self.row(name, stack.rows * stack.n)
-        each = Row(out.address, stack.rows * 4, stack.rows, stack.n)
+        out = self.row(name, (stack.rows + room_after) * stack.n)
+        if out.width % 16:
+            raise ModelFileError(
+                self.weights.gguf.path, f"tensor {stack.name}", f"gives rows of {out.width} values; only multiples of 16 are supported"
+            )
+        each = Row(out.address, (stack.rows + room_after) * 4, stack.rows, stack.n)
         self._stack_matmul(stack, x, each, name, None, [0, 0, 0], False, 1, 1)
         return out
 

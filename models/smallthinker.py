@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from localrun.models.weights import Weights
 
 PATTERN = 4
-"""The first of so many layers is global."""
+"""The first of so many layers is global, and without positions if there are more layers than these."""
 WINDOW = 4096
 """Of all files that have a window; the reference does not look at its size either."""
 
@@ -39,7 +39,7 @@ def record(params: tuple[Decoder, Rope, Experts, int], r: Recorder, w: Weights) 
         blk = f"blk.{i}"
         routing = choose(r, w, blk, r.quantized(x, "x"), e)
         h = normed(r, w, p, x, f"{blk}.attn_norm")
-        how = Attention(halves=True, window=window if i % PATTERN else 0, rotated=i % PATTERN != 0 or not window)
+        how = Attention(halves=True, window=window if i % PATTERN else 0, rotated=i % PATTERN != 0 or not window or p.n_layers == PATTERN)
         linear(r, w, f"{blk}.attn_output", attention_block(r, w, p, blk, h, how), add_to=x)
         h = normed(r, w, p, x, f"{blk}.ffn_norm")
         r.combine(chosen_ffn(r, w, blk, h, routing, e.activation), routing, x, "combine", add=True)

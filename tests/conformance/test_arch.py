@@ -42,6 +42,7 @@ SAME_WEIGHTS = 1e-6
 TABLE = {
     "apertus": {"f32": "exact"},
     "arcee": {"f32": "exact"},
+    "arctic": {"f32": "exact"},
     "baichuan": {"f32": "exact"},
     "bitnet": {"f32": "exact"},
     "bloom": {"f32": "exact"},
@@ -50,9 +51,17 @@ TABLE = {
     "cohere2": {"f32": "exact", "q8_0": "rounded"},
     "command-r": {"f32": "exact", "q4_0": "rounded"},
     "command-r-qknorm": {"q8_0": "rounded"},
+    "dbrx": {"f32": "exact"},
     "deci": {"f32": "exact"},
+    "deepseek": {"f32": "exact"},
+    "deepseek2": {"f32": "exact", "q4_0": "rounded"},
+    "deepseek2-lite": {"f32": "exact"},
+    "deepseek3": {"f32": "exact", "q8_0": "rounded"},
+    "dots1": {"f32": "exact"},
     "ernie4_5": {"f32": "exact"},
+    "ernie4_5-moe": {"f32": "exact"},
     "exaone": {"f32": "exact", "q8_0": "rounded"},
+    "exaone-moe": {"f32": "exact"},
     "exaone4": {"f32": "exact", "q8_0": "rounded"},
     "falcon": {"f32": "exact", "q8_0": "rounded"},
     "falcon-40b": {"f32": "exact", "q8_0": "rounded"},
@@ -60,10 +69,14 @@ TABLE = {
     "gemma2": {"f32": "exact", "q8_0": "rounded"},
     "gemma3": {"f32": "exact", "q4_0": "rounded"},
     "glm4": {"f32": "exact", "q8_0": "rounded"},
+    "glm4moe": {"f32": "exact", "q8_0": "rounded"},
+    "gpt-oss": {"f32": "exact", "q8_0": "rounded", "mxfp4": "rounded"},
     "gpt2": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
     "gptneox": {"f32": "exact", "q4_0": "rounded"},
     "granite": {"f32": "exact", "q4_0": "rounded"},
+    "granitemoe": {"f32": "exact", "q8_0": "rounded"},
     "hunyuan-dense": {"f32": "exact"},
+    "hunyuan-moe": {"f32": "exact"},
     "internlm2": {"f32": "exact", "q4_0": "rounded"},
     "jais": {"f32": "exact"},
     "llama": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
@@ -75,10 +88,13 @@ TABLE = {
     "llama-tied": {"f32": "exact", "q4_1": "rounded"},
     "llama-tq": {"tq1_0": "rounded", "tq2_0": "rounded", "iq1_s": "rounded", "nvfp4": "rounded", "iq4_nl": "rounded"},
     "llama3-ropefreqs": {"f32": "exact", "q5_0": "rounded"},
+    "llama4": {"f32": "exact", "q8_0": "rounded"},
     "minicpm": {"f32": "exact"},
+    "minicpm3": {"f32": "exact"},
+    "minimax-m2": {"f32": "exact"},
     "mistral-swkey": {"f32": "exact", "q8_0": "rounded"},
     "mistral3": {"f32": "exact", "q4_0": "rounded"},
-    "mixtral": {"f32": "expert", "q8_0": "expert", "q4_0": "expert"},
+    "mixtral": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
     "mpt": {"f32": "exact", "q4_0": "rounded"},
     "nemotron": {"f32": "exact", "q4_0": "rounded"},
     "olmo": {"f32": "exact"},
@@ -90,15 +106,20 @@ TABLE = {
     "phi3": {"f32": "exact", "q4_0": "rounded"},
     "phi3-longrope": {"f32": "exact", "q8_0": "rounded"},
     "phi3-longrope-short": {"f32": "exact"},
+    "phimoe": {"f32": "exact", "q8_0": "rounded"},
     "plamo": {"f32": "exact"},
     "qwen": {"f32": "exact"},
     "qwen2": {"f32": "exact", "q4_0": "rounded"},
+    "qwen2moe": {"f32": "exact", "q4_0": "rounded"},
     "qwen3": {"f32": "exact", "q8_0": "rounded", "q4_1": "rounded"},
     "qwen3-embedding": {"f32": "pooling_type", "q8_0": "pooling_type"},
     "qwen3-k": {"q3_K": "rounded", "q5_K": "rounded", "iq3_s": "rounded", "iq1_m": "rounded", "q4_K_mix": "rounded"},
     "qwen3-reranker": {"f32": "pooling_type", "q8_0": "pooling_type"},
+    "qwen3moe": {"f32": "exact", "q8_0": "rounded"},
+    "qwen3moe-k": {"q4_K_mix": "rounded", "iq2_xs": "rounded"},
     "refact": {"f32": "exact"},
     "seed_oss": {"f32": "exact"},
+    "smallthinker": {"f32": "exact"},
     "smollm3": {"f32": "exact", "q4_0": "rounded"},
     "stablelm": {"f32": "exact", "q4_0": "rounded"},
     "starcoder2": {"f32": "exact", "q5_1": "rounded"},
@@ -208,7 +229,7 @@ def test_f32_logits(name: str, variant: str) -> None:
 
 @pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant, kind in CASES if kind == "exact"])
 def test_f32_greedy_continuation(name: str, variant: str) -> None:
-    """Token by token after the prompt, until the reference itself is undecided."""
+    """Token by token after the prompt, along the reference's choices."""
     ref = reference_of(name, variant)
     want_tokens = ref.arrays["greedy_tokens"]
     model = load(name, variant)
@@ -217,10 +238,7 @@ def test_f32_greedy_continuation(name: str, variant: str) -> None:
         last = logits(model, ref.tokens, [len(ref.tokens)], table)[-1]
         for step, want in enumerate(want_tokens):
             best, second = np.sort(last)[-2:][::-1]
-            if best - second < CLEAR_MARGIN:
-                assert step > 0
-                return
-            assert int(last.argmax()) == want, f"step {step}"
+            assert best - second < CLEAR_MARGIN or int(last.argmax()) == want, f"step {step}"
             span = Span(np.array([want], np.int32), len(ref.tokens) + step, table, np.zeros(1, np.int32))
             last = model.forward([span])[0].copy()
             if "logits_exact_gelu" not in ref.arrays:  # else these rows, too, were made with rounded GELU values
