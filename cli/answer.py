@@ -52,9 +52,10 @@ def draws(stream: TextIO) -> bool:
     """Whether the stream is a terminal that obeys escape codes. On Windows that has to be switched on first."""
     if not stream.isatty() or is_dumb():
         return False
+    obeys = True
     if sys.platform == "win32":
-        return _escapes_on(stream.fileno())
-    return True
+        obeys = _escapes_on(stream.fileno())
+    return obeys
 
 
 if sys.platform == "win32":
