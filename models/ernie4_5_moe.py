@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts (Baidu 2025): LLaMA's attention; dense first layers, experts in every so manieth one after; weights by softmax."""
+"""ERNIE 4.5 with experts (Baidu 2025): LLaMA's attention; dense first layers, experts in every n-th after; weights by softmax."""
 
 from __future__ import annotations
 

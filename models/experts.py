@@ -41,7 +41,7 @@ class Experts:
     first: int = 0
     """Layers before this one are dense."""
     step: int = 1
-    """From there on, every so manieth layer has experts."""
+    """From there on, every n-th layer has experts."""
 
     @classmethod
     def read(

@@ -1,4 +1,4 @@
-"""LLaMA 4 (Meta 2025), text part: experts in every so manieth layer, weighted before they compute, and a shared one.
+"""LLaMA 4 (Meta 2025), text part: experts in every n-th layer, weighted before they compute, and a shared one.
 
 Every fourth layer has no positions; its queries grow with the position. In the others, query and key heads are normed behind the rotation
 of pairs. Those see only their own chunk of CHUNK positions; contexts beyond the first are not supported.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from localrun.models.weights import Weights
 
 STEP = 4
-"""Every so manieth layer has no rotation."""
+"""Every n-th layer has no rotation."""
 
 
 def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:

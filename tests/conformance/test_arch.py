@@ -7,6 +7,7 @@ close to the same weights in F32 as the reference's own quantized run does. Howe
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -126,6 +127,30 @@ TABLE = {
     "xverse": {"f32": "exact"},
 }
 """What each file is for: `exact` (F32), `same` (16-bit weights), `rounded` (quantized); any other word: refused, in a line that says it."""
+ARCHITECTURE_OF = {
+    "command-r-qknorm": "command-r",
+    "deepseek2-lite": "deepseek2",
+    "deepseek3": "deepseek2",
+    "falcon-40b": "falcon",
+    "llama-16": "llama",
+    "llama-attnbias": "llama",
+    "llama-headdim": "llama",
+    "llama-k": "llama",
+    "llama-ropelinear": "llama",
+    "llama-tied": "llama",
+    "llama-tq": "llama",
+    "llama3-ropefreqs": "llama",
+    "mistral-swkey": "llama",
+    "mixtral": "llama",
+    "olmo2-swa": "olmo2",
+    "phi3-longrope": "phi3",
+    "phi3-longrope-short": "phi3",
+    "qwen3-embedding": "qwen3",
+    "qwen3-k": "qwen3",
+    "qwen3-reranker": "qwen3",
+    "qwen3moe-k": "qwen3moe",
+}
+"""Of the files that are not named as their architecture."""
 
 CASES = [(name, variant, kind) for name, variants in TABLE.items() for variant, kind in variants.items()]
 RUN = [(name, variant) for name, variant, kind in CASES if kind in ("exact", "same", "rounded")]
@@ -209,10 +234,32 @@ def assert_same_choice(got: Floats, want: Floats) -> None:
     assert (got.argmax(axis=1) == want.argmax(axis=1))[clear].all()
 
 
+def test_every_known_architecture_is_run() -> None:
+    """A family without reference data, or whose files are all refused, is none that we know to be right."""
+    assert set(ARCHITECTURES) == {ARCHITECTURE_OF.get(name, name) for name, _ in RUN}
+
+
+def test_page_of_models_is_not_stale(repository: Path) -> None:
+    spec = importlib.util.spec_from_file_location("models_docs", repository / "scripts" / "models_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (repository / "docs" / "models.md").read_text(encoding="utf-8") == module.document(), "run: python scripts/models_docs.py"
+
+
+def test_page_on_adding_a_model_shows_a_real_one(repository: Path) -> None:
+    shown = (repository / "models" / "glm4.py").read_text(encoding="utf-8")
+    page = (repository / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    assert shown in page, "docs/adding-a-model.md walks through models/glm4.py: show it as it is"
+
+
 def test_every_variant_of_a_known_architecture_has_a_row(shared: Path) -> None:
+    index = json.loads((shared / "arch" / "index.json").read_text(encoding="utf-8"))
+    assert {e["name"]: e["architecture"] for e in index if e["name"] in TABLE} == {n: ARCHITECTURE_OF.get(n, n) for n in TABLE}
     present = {
         entry["name"]: set(entry["variants"])
-        for entry in json.loads((shared / "arch" / "index.json").read_text(encoding="utf-8"))
+        for entry in index
         if entry["architecture"] in ARCHITECTURES
     }
     assert present == {name: set(variants) for name, variants in TABLE.items()}
