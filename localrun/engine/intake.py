@@ -75,9 +75,7 @@ class Intake:
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
             constraint=self._constraint(request, prompt),
-            speculator=Speculator(_MOST_DRAFTED if request.draft_num_predict < 0 else request.draft_num_predict)
-            if request.draft_num_predict
-            else None,
+            speculator=_speculator(request.draft_num_predict, prompt.tokens),
             dropped_messages=prompt.dropped_messages,
             dropped_tokens=prompt.dropped_tokens,
         )
@@ -217,6 +215,14 @@ class Intake:
 
     def text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids).decode("utf-8", "replace")
+
+
+def _speculator(most: int, tokens: list[int]) -> Speculator | None:
+    if not most:
+        return None
+    speculator = Speculator(_MOST_DRAFTED if most < 0 else most)
+    speculator.index(tokens)  # here, where the time it takes for a long prompt is nobody else's
+    return speculator
 
 
 def _checked_strings(strings: Iterable[str], param: str) -> list[str]:

@@ -102,7 +102,7 @@ class Speculator:
 
     def _look_up(self, tokens: list[int], most: int) -> list[int]:
         """What followed the last time the longest known end of `tokens` occurred; a repetition under way is continued."""
-        self._index(tokens)
+        self.index(tokens)
         for n in range(LONGEST, SHORTEST - 1, -1):
             if len(tokens) <= n:
                 continue
@@ -113,8 +113,8 @@ class Speculator:
                 return [tokens[at + i % period] for i in range(most)]
         return []
 
-    def _index(self, tokens: list[int]) -> None:
-        """Notes every place that something follows: all but the very end."""
+    def index(self, tokens: list[int]) -> None:
+        """Notes every place that something follows: all but the very end. Only what is new is looked at."""
         for end in range(self._indexed, len(tokens)):
             for n in range(SHORTEST, LONGEST + 1):
                 if end >= n:
