@@ -11,7 +11,8 @@ from localrun.models.params import Keys
 from localrun.models.rope import Rope
 
 if TYPE_CHECKING:
-    from localrun.models.plan import Activation, Recorder, Row
+    from localrun.models.plan import Recorder
+    from localrun.models.program import Activation, Row
     from localrun.models.weights import Weights
 
 

@@ -16,7 +16,8 @@ from localrun.models.rope import Rope
 from localrun.models.validate import check_hyperparameters, check_model, check_tokenizer_keys, vocabulary_size
 
 if TYPE_CHECKING:  # recording belongs into a runner; reading hyper-parameters must not cost its imports
-    from localrun.models.plan import Activation, Recorder, Row
+    from localrun.models.plan import Recorder
+    from localrun.models.program import Activation, Row
     from localrun.models.weights import Vector, Weight, Weights
 
 Shapes = dict[str, tuple[int, ...]]

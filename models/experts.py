@@ -13,7 +13,8 @@ from localrun.models.blocks import Decoder, Ffn, Gate, Shapes, gated, linear
 from localrun.models.params import Keys
 
 if TYPE_CHECKING:
-    from localrun.models.plan import Activation, Recorder, Routing, Row
+    from localrun.models.plan import Recorder
+    from localrun.models.program import Activation, Routing, Row
     from localrun.models.weights import Weights
 
 Gating = Literal["softmax", "sigmoid", "softmax of chosen"]

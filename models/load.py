@@ -18,7 +18,8 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import Keys
-from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Memory, Program, Recorder, room
+from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
+from localrun.models.program import Memory, Program, room
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Weights

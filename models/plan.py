@@ -13,13 +13,10 @@ An instruction waits for everything before it unless it is recorded as `beside` 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, experts, head, heads, kv
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
@@ -27,11 +24,8 @@ from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.errors import ModelFileError
+from localrun.models.program import RULES, Activation, Instruction, Memory, Program, Routing, Row, Rule, float_bits, room
 from localrun.models.weights import Stack, Vector, Weight, Weights
-
-Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges"]
-RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges")
-"""What an instruction's chunk count is a multiple of."""
 
 READER_WORDS = 8
 """Arguments by which an instruction that finishes a row says who reads it (activations.give)."""
@@ -47,109 +41,6 @@ MIN_CHUNKS = 16
 LOGITS_ADDRESS = 6
 """Argument of the matmul of the logits that says where they go."""
 INT64_MAX = 2**63 - 1
-
-
-def float_bits(value: float) -> int:
-    """A float32's bits, as kernels take floats among their integer arguments."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
-
-
-def room(n: int) -> int:
-    """n rounded up to whole vectors of 16."""
-    return (n + 15) // 16 * 16
-
-
-class Memory:
-    """Zeroed, 64-byte aligned buffers that live as long as the plan."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._keep: list[NDArray[np.uint8]] = []
-
-    def allocate(self, nbytes: int) -> int:
-        """Address of a new buffer."""
-        array = np.zeros(nbytes + 64, np.uint8)
-        self._keep.append(array)
-        self.nbytes += nbytes
-        return -(-array.ctypes.data // 64) * 64
-
-
-@dataclass
-class Instruction:
-    kernel: KernelSpec
-    args: list[int]
-    rule: Rule
-    factor: int
-    beside: bool
-    name: str
-    most: int = 0
-    """Bound of the chunk count, 0: none."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """float32 (tokens * per_token, width) at `address`, `stride` bytes from row to row."""
-
-    address: int
-    stride: int
-    width: int
-    per_token: int = 1
-
-    def columns(self, first: int, n: int) -> Row:
-        """A part of each row. Kernels read and write whole vectors of 16: n and the start must be multiples, or nothing may lie behind."""
-        return Row(self.address + 4 * first, self.stride, n, self.per_token)
-
-
-@dataclass
-class Activation:
-    """A row that matmuls will read. `forms` fills as they are recorded: kind -> (address, stride, address of tiles)."""
-
-    width: int
-    producer: Instruction
-    readers_at: int
-    """Where the producer's arguments name the forms it has to write."""
-    buffer: str
-    per_token: int = 1
-    forms: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where a layer's choice of experts lies."""
-
-    n: int
-    k: int
-    address: int
-    layout: experts.Layout
-
-    def at(self, name: str) -> int:
-        """Address of one of its arrays."""
-        return self.address + int(getattr(self.layout, name))
-
-
-@dataclass
-class Program:
-    """What `Recorder.finish` gives: the table without kernel addresses, and how to size it for a step."""
-
-    table: NDArray[np.int64]
-    args: NDArray[np.int64]
-    kernels: list[KernelSpec]
-    names: list[str]
-    rule: NDArray[np.int64]
-    factor: NDArray[np.int64]
-    most: NDArray[np.int64]
-    logits: int
-    """Index of the instruction that writes the logits."""
-    max_positions: int
-    """Positions the model as supported can handle; 0: no bound."""
-    partial_bytes: int
-    """Memory that attention needs for each part of each row when it shares out rows."""
-    fewest_kv: int
-    """Key-value heads of the layer that has the fewest."""
-
-    def chunks(self, tokens: int, outputs: int, tiles: int, parts: int) -> NDArray[np.int64]:
-        """Chunk count of each instruction for a step of these sizes."""
-        return np.minimum(self.factor * np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0])[self.rule], self.most)
 
 
 class Recorder:

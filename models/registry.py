@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, printable
@@ -99,5 +99,5 @@ def family_of(gguf: GGUFFile) -> Family:
             "general.architecture",
             f'is "{printable(name)}", which is not supported; supported are {", ".join(sorted(ARCHITECTURES))}',
         )
-    family: Family = importlib.import_module(f"localrun.models.{ARCHITECTURES[name]}")  # type: ignore[assignment]
+    family: Family = cast(Any, importlib.import_module(f"localrun.models.{ARCHITECTURES[name]}"))
     return family
