@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import queue
 import threading
@@ -17,9 +18,11 @@ from localrun.api import models
 from localrun.api.schema import CopyBody, CreateBody, ModelBody, PullBody, ShowBody
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.guard import Unauthorized, own_addresses
+from localrun.daemon.loader import Resident
 from localrun.daemon.metrics import CONTENT_TYPE as METRICS_TYPE
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
+from localrun.messages import Inspect, Inspected
 from localrun.store import CreateSpec, PullProgress, StoredModel, modelfile, spec_from_modelfile
 from localrun.store.blobs import Blobs, DigestMismatch
 from localrun.store.names import Name, check_digest
@@ -31,6 +34,9 @@ SERVER = "localrun"
 
 NO_FOLDER = Path("not-on-the-server")
 """Where relative paths of clients on other machines lead: nowhere."""
+
+INSPECTION_S = 1.0
+"""How long a runner may take to say how it stands."""
 
 PARTS_WAITING = 64
 """Of an upload that comes faster than the disk writes."""
@@ -52,7 +58,19 @@ async def health(x: Exchange, body: None) -> None:
 
 
 async def metrics(x: Exchange, body: None) -> None:
-    """GET /metrics."""
+    """GET /metrics. Every runner is asked how it stands; one that does not say so at once is left out, and one in the middle of a pass
+    says it after the pass."""
+    ready = [one for one in x.services.loader.residents() if one.loaded is not None]
+    x.services.metrics.forget(one.wanted.name for one in ready)
+
+    async def ask(number: int, one: Resident) -> None:
+        with contextlib.suppress(LocalrunError, TimeoutError):
+            async with asyncio.timeout(INSPECTION_S):
+                answer = await one.runner.ask(f"{x.id}-{number}", Inspect(request_id=f"{x.id}-{number}"))
+            assert isinstance(answer, Inspected)
+            x.services.metrics.inspected(one.wanted.name, answer)
+
+    await asyncio.gather(*(ask(number, one) for number, one in enumerate(ready)))
     await x.data(x.services.metrics.text(), METRICS_TYPE)
 
 

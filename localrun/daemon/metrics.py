@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from localrun.messages import Finished, Started
+from localrun.messages import Finished, Inspected, Started
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,6 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._inspected: set[str] = set()
         ProcessCollector(registry=self._registry)
         self._running = self._gauge("vllm:num_requests_running", "Requests that are being answered.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that a runner has and has not begun.")
@@ -46,6 +47,10 @@ class Metrics:
         self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed ahead.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Of those, tokens that proved right.")
         self._failed = self._counter("localrun:request_failures", "Requests that ended with an error, by its code.", "code", model=False)
+        self._kv = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all.")
+        self._kv_cached = self._gauge("localrun:kv_cache_reusable_ratio", "Share of the KV blocks that keep finished prompts.")
+        self._preempted = self._gauge("vllm:num_preemptions_total", "Requests that had to give their blocks up for a while.")
+        self._busy = self._gauge("localrun:forward_seconds", "Time spent in forward passes since the model was loaded.")
         self._loads = self._histogram("localrun:model_load_seconds", "Loading a model.", _WHOLE)
         self._loaded = Gauge("localrun:models_loaded", "Models in memory.", registry=self._registry)
 
@@ -64,6 +69,22 @@ class Metrics:
     def load_took(self, model: str, seconds: float) -> None:
         """A model was loaded."""
         self._loads.labels(model).observe(seconds)
+
+    def inspected(self, model: str, state: Inspected) -> None:
+        """How a runner says it stands."""
+        self._inspected.add(model)
+        blocks = max(1, state.kv_blocks)
+        self._kv.labels(model).set(state.kv_blocks_held / blocks)
+        self._kv_cached.labels(model).set(state.kv_blocks_cached / blocks)
+        self._preempted.labels(model).set(state.preemptions)
+        self._busy.labels(model).set(state.busy_s)
+
+    def forget(self, models: Iterable[str]) -> None:
+        """Says nothing more of runners whose model is not in memory. models: those that are."""
+        for model in self._inspected - set(models):
+            self._inspected.discard(model)
+            for gauge in (self._kv, self._kv_cached, self._preempted, self._busy):
+                gauge.remove(model)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""

@@ -51,6 +51,10 @@ def test_figures_of_answers(tmp_path: Path) -> None:
         assert 0 < found["vllm:inter_token_latency_seconds_count"] < answers
         assert found["localrun:model_load_seconds_count"] == 1
         assert found["localrun:request_failures_total{code=model_not_found}"] == 1
+        assert found["vllm:kv_cache_usage_perc"] == 0 < found["localrun:kv_cache_reusable_ratio"] < 1
+        assert found["localrun:forward_seconds"] > 0 == found["vllm:num_preemptions_total"]
+        running.http.post("/api/generate", json={"model": "tiny", "keep_alive": 0})
+        wait_until(lambda: "vllm:kv_cache_usage_perc" not in figures(running))
 
 
 def test_figures_of_what_breaks_off(tmp_path: Path) -> None:
