@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +109,24 @@ class Client:
             response = self._http.post(path, content=iter(lambda: content.read(UPLOAD_CHUNK), b""))
         if response.is_error:
             raise _refusal(response)
+
+    def send(self, path: str, chunks: Iterator[bytes]) -> Json:
+        """Posts bytes as they come; the answer's JSON object. Raises DaemonError, Unreachable."""
+        with self._mapped():
+            response = self._http.post(path, content=chunks)
+        if response.is_error:
+            raise _refusal(response)
+        answer: Json = response.json()
+        return answer
+
+    @contextmanager
+    def receive(self, path: str, body: Json) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
+        """Headers and bytes of an answer that is no JSON. Raises DaemonError, Unreachable."""
+        with self._mapped(), self._http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                response.read()
+                raise _refusal(response)
+            yield response.headers, response.iter_raw()
 
     @contextmanager
     def stream(self, path: str, body: Json) -> Iterator[Iterator[Json]]:

@@ -23,6 +23,7 @@ FROM_LINE = re.compile(r"^([ \t]*from[ \t]+)(.+?)[ \t]*$", re.IGNORECASE | re.MU
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the new model is called.")],
     file: Annotated[Path, typer.Option("--file", "-f", metavar="MODELFILE", help="The Modelfile; -: stdin.")] = Path("Modelfile"),
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the GGUF file that FROM names, rather than link to it.")] = False,
 ) -> None:
     """Make a model from a Modelfile: another model or a GGUF file, with settings of one's own.
 
@@ -34,6 +35,8 @@ def create(
     text, folder = read_modelfile(file)
     with connect(say=say) as client:
         body: Json = {"model": name, "modelfile": text}
+        if copy:
+            body["copy"] = True
         if client.where.here:
             body["folder"] = str(folder)
         else:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from localrun import __version__
-from localrun.cli import bench, create, models, perplexity, run, serve
+from localrun.cli import bench, bundle, create, models, perplexity, plan, run, serve, storage
 from localrun.cli.client import CliError
 from localrun.cli.environment import BadAddress
 
@@ -94,6 +94,11 @@ app.command("stop")(models.stop)
 app.command("rm")(models.remove)
 app.command("cp")(models.copy)
 app.command("create")(create.create)
+app.command("plan")(plan.plan)
+app.command("push")(storage.push)
+app.command("export")(bundle.export)
+app.command("import")(bundle.import_models)
+app.add_typer(storage.app, name="store")
 app.command("perplexity")(perplexity.evaluate)
 app.command("bench")(bench.bench)
 app.command("version")(version)

@@ -136,18 +136,18 @@ def show_text(info: Json, *, verbose: bool = False) -> str:
     for label, key in (("context length", "context_length"), ("embedding length", "embedding_length")):
         rows.append((label, facts.get(f"{architecture}.{key}")))
     rows.append(("quantization", details.get("quantization_level")))
-    text = _block("Model", [(name, str(value)) for name, value in rows if value])
-    text += _block("Capabilities", [(str(name), "") for name in info.get("capabilities") or []])
+    text = block("Model", [(name, str(value)) for name, value in rows if value])
+    text += block("Capabilities", [(str(name), "") for name in info.get("capabilities") or []])
     lines = [line.split(None, 1) for line in str(info.get("parameters") or "").splitlines() if line.strip()]
-    text += _block("Parameters", [(line[0], line[1] if len(line) > 1 else "") for line in lines])
+    text += block("Parameters", [(line[0], line[1] if len(line) > 1 else "") for line in lines])
     if verbose:
-        text += _block("Metadata", [(name, _brief(value)) for name, value in sorted(facts.items())])
+        text += block("Metadata", [(name, _brief(value)) for name, value in sorted(facts.items())])
         tensors = info.get("tensors") or []
-        text += _block("Tensors", [(str(t.get("name")), f"{t.get('type')}  {t.get('shape')}") for t in tensors])
+        text += block("Tensors", [(str(t.get("name")), f"{t.get('type')}  {t.get('shape')}") for t in tensors])
     for title in ("system", "license"):
         first = [line for line in show_section(info, title).splitlines() if line.strip()]
         shown = [line.strip() for line in first[:2]] + (["..."] if len(first) > 2 else [])
-        text += _block(title.capitalize(), [(line, "") for line in shown])
+        text += block(title.capitalize(), [(line, "") for line in shown])
     return text
 
 
@@ -156,7 +156,7 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _block(title: str, rows: list[tuple[str, str]]) -> str:
+def block(title: str, rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
     wide = max(20, *(len(name) + 4 for name, value in rows if value)) if any(value for _, value in rows) else 0
@@ -198,10 +198,10 @@ def show(
 # ---- pull, rm, cp, stop ---------------------------------------------------------------------------------------------------------
 
 
-def pull_model(client: Client, model: str) -> None:
+def pull_model(client: Client, model: str, *, insecure: bool = False) -> None:
     """Fetches a model, with its progress on stderr. Raises DaemonError; Ctrl-C ends the program."""
     try:
-        with client.stream("/api/pull", {"model": model}) as objects:
+        with client.stream("/api/pull", {"model": model, **({"insecure": True} if insecure else {})}) as objects:
             follow(objects)
     except KeyboardInterrupt:
         say(f"\nStopped before {model} was complete; localrun pull {model} takes it up again.")
@@ -209,16 +209,18 @@ def pull_model(client: Client, model: str) -> None:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, or the https address of a .gguf file.")],
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept plain HTTP, for a name that begins with http://.")] = False,
 ) -> None:
     """Fetch a model.
 
     \b
     Examples:
       localrun pull smollm2
+      localrun pull hf.co/OWNER/REPO-GGUF:Q4_K_M
     """
     with connect(say=say) as client:
-        pull_model(client, model)
+        pull_model(client, model, insecure=insecure)
 
 
 def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Names.", autocompletion=complete_model)]) -> None:

@@ -84,7 +84,12 @@ def document() -> str:
         return "".join(f"    {line}\n" if line else "\n" for line in text.rstrip().splitlines()) + "\n"
 
     group: Any = typer.main.get_command(app)
-    shown = {name: command for name, command in group.commands.items() if not command.hidden}
+    commands: list[tuple[str, Any]] = []
+    for name, command in group.commands.items():
+        # a command with commands of its own is told by those
+        inner: dict[str, Any] = getattr(command, "commands", {})
+        commands += [(f"{name} {sub}", one) for sub, one in inner.items()] or [(name, command)]
+    shown = {name: command for name, command in commands if not command.hidden}
     lines = inspect.cleandoc(environment.__doc__ or "").splitlines()
     variables = "\n".join(line for line in lines if line.startswith("    "))
     chat = "".join(map(indented, (slash.HELP, slash.HELP_SET, slash.HELP_PARAMETERS, slash.HELP_SHOW)))

@@ -16,10 +16,10 @@ from localrun.api.schema import PushBody
 from localrun.api.storage import CheckBody, ExportBody, PartialsBody, PlanBody
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.management import PARTS_WAITING, is_here, parts_end, transfer
+from localrun.engine.bandwidth import bandwidth
 from localrun.engine.memory import available_memory
 from localrun.errors import BadRequest
 from localrun.store import header
-from localrun.store.bandwidth import bandwidth
 from localrun.store.bundle import Bundle, import_bundle
 from localrun.store.check import Report, drop_partials
 from localrun.store.check import check as check_store

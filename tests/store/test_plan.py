@@ -16,7 +16,6 @@ from localrun.errors import BadRequest
 from localrun.kernels_cpu import sizes
 from localrun.models.gguf import open_gguf
 from localrun.store import catalogue
-from localrun.store.bandwidth import bandwidth
 from localrun.store.facts import Facts, facts_of
 from localrun.store.plan import BASELINE_BYTES, in_words, kv_bytes, plan, shortfall
 from tests.models.build import Builder, Tensor
@@ -154,11 +153,3 @@ def test_file_of_another_architecture_is_planned_all_the_same() -> None:
 )
 def test_names_in_words(name: str, words: str) -> None:
     assert in_words(name) == words
-
-
-def test_bandwidth_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = bandwidth(tmp_path, 1)
-    assert 1e8 < first < 1e13
-    monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert bandwidth(tmp_path, 1) == first
-    assert bandwidth(tmp_path, 2) == 0.0, "other threads: measured again, which fails here"
