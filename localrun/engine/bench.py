@@ -39,7 +39,7 @@ NO_ROWS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
-class Test:
+class Trial:
     """n_prompt tokens read, or n_gen tokens written in each of `parallel` sequences, after n_depth tokens of context."""
 
     n_prompt: int
@@ -125,7 +125,7 @@ class Loading:
 class Result:
     """One test's samples, in tokens a second."""
 
-    test: Test
+    test: Trial
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -147,8 +147,10 @@ class Driver:
         model.allocate_kv(self._blocks * n_sequences)
         self._filled = [0] * n_sequences
 
-    def _table(self, sequence: int) -> NDArray[np.int32]:
-        return np.arange(sequence * self._blocks, (sequence + 1) * self._blocks, dtype=np.int32)
+    def _table(self, sequence: int, n: int) -> NDArray[np.int32]:
+        """The blocks of its first n positions."""
+        first = sequence * self._blocks
+        return np.arange(first, first - (-n // BLOCK_TOKENS), dtype=np.int32)
 
     def tokens(self, n: int) -> NDArray[np.int32]:
         """Random ones."""
@@ -156,10 +158,11 @@ class Driver:
 
     def read(self, sequence: int, start: int, n: int) -> None:
         """A prompt of n tokens from position `start` on, in pieces of at most max_batch; logits of the last token only."""
-        table, ids, step = self._table(sequence), self.tokens(n), self.model.info.max_batch
+        ids, step = self.tokens(n), self.model.info.max_batch
         for first in range(0, n, step):
             piece = ids[first : first + step]
             outputs = np.array([len(piece) - 1], np.int32) if first + step >= n else NO_ROWS
+            table = self._table(sequence, start + first + len(piece))
             self.model.forward([Span(piece, start + first, table, outputs)])
         self._filled[sequence] = start + n
 
@@ -171,12 +174,11 @@ class Driver:
     def write(self, sequences: int, start: int, n: int) -> None:
         """n tokens one by one in each of the first `sequences` sequences, from position `start` on."""
         ids = self.tokens(n * sequences).reshape(n, sequences)
-        tables = [self._table(s) for s in range(sequences)]
         only = np.zeros(1, np.int32)
         for i in range(n):
-            self.model.forward([Span(ids[i, s : s + 1], start + i, tables[s], only) for s in range(sequences)])
+            self.model.forward([Span(ids[i, s : s + 1], start + i, self._table(s, start + i + 1), only) for s in range(sequences)])
 
-    def run(self, test: Test, n: int | None = None) -> float:
+    def run(self, test: Trial, n: int | None = None) -> float:
         """Seconds that the test takes; n: fewer tokens than it asks for."""
         for sequence in range(test.parallel):
             self.fill(sequence, test.n_depth)
@@ -191,19 +193,19 @@ class Driver:
 # ---- what is run --------------------------------------------------------------------------------------------------------------
 
 
-def tests_of(options: argparse.Namespace) -> list[Test]:
+def trials_of(options: argparse.Namespace) -> list[Trial]:
     """All combinations, prompts first, as llama-bench orders them."""
     found = []
     for depth in options.n_depth:
-        found += [Test(n, 0, depth) for n in options.n_prompt if n]
-        found += [Test(0, n, depth, parallel) for n in options.n_gen if n for parallel in options.parallel]
+        found += [Trial(n, 0, depth) for n in options.n_prompt if n]
+        found += [Trial(0, n, depth, parallel) for n in options.n_gen if n for parallel in options.parallel]
     return found
 
 
 def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each test, as soon as it is done. Raises ModelFileError, ValueError."""
     facts = FileFacts.of(path)
-    tests = tests_of(options)
+    tests = trials_of(options)
     if not tests:
         raise ValueError("nothing to do: every -p and -n is 0")
     for n_threads, n_batch in itertools.product(options.threads or [default_threads()], options.batch_size):
