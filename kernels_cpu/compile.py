@@ -88,7 +88,7 @@ def kernel_ir(spec: KernelSpec, isa: Isa) -> str:
         )
         result.library.finalize()  # links in what it calls
         text = result.library.get_llvm_str()
-    return _with_entry(text, result.fndesc.llvm_func_name)
+    return _with_entry(text, result.fndesc.llvm_func_name) + (_SOFT_HALF if isa.name == "generic" else "")
 
 
 @contextlib.contextmanager
@@ -132,6 +132,62 @@ define void @{ENTRY}(i64 %args, i64 %head, i64 %chunk, i64 %thread) {{
     return text + entry
 
 
+_SOFT_HALF = """
+define float @__extendhfsf2(half %h) {
+  %b = bitcast half %h to i16
+  %w = zext i16 %b to i32
+  %s = and i32 %w, 32768
+  %sign = shl i32 %s, 16
+  %m = and i32 %w, 32767
+  %shifted = shl i32 %m, 13
+  %tiny = bitcast i32 %shifted to float
+  %scaled = fmul float %tiny, 0x46F0000000000000
+  %finite = bitcast float %scaled to i32
+  %special = or i32 %shifted, 2139095040
+  %isspecial = icmp uge i32 %m, 31744
+  %magnitude = select i1 %isspecial, i32 %special, i32 %finite
+  %bits = or i32 %magnitude, %sign
+  %r = bitcast i32 %bits to float
+  ret float %r
+}
+
+define half @__truncsfhf2(float %f) {
+  %u = bitcast float %f to i32
+  %high = lshr i32 %u, 16
+  %sign = and i32 %high, 32768
+  %a = and i32 %u, 2147483647
+  %af = bitcast i32 %a to float
+  %sum = fadd float %af, 5.0e-01
+  %sumbits = bitcast float %sum to i32
+  %small = sub i32 %sumbits, 1056964608
+  %last = lshr i32 %a, 13
+  %odd = and i32 %last, 1
+  %rounding = add i32 %odd, 3355447295
+  %rounded = add i32 %a, %rounding
+  %normal = lshr i32 %rounded, 13
+  %issmall = icmp ult i32 %a, 947912704
+  %finite = select i1 %issmall, i32 %small, i32 %normal
+  %islarge = icmp uge i32 %a, 1199570944
+  %orinf = select i1 %islarge, i32 31744, i32 %finite
+  %payload = and i32 %last, 1023
+  %nan = or i32 %payload, 32256
+  %isnan = icmp ugt i32 %a, 2139095040
+  %magnitude = select i1 %isnan, i32 %nan, i32 %orinf
+  %bits = or i32 %magnitude, %sign
+  %half = trunc i32 %bits to i16
+  %r = bitcast i16 %half to half
+  ret half %r
+}
+"""
+"""What LLVM calls to convert between halves and floats on a machine without instructions for it; not every process has it from elsewhere.
+
+Widening: shifting a half's bits into a float's place makes it too small by 2**112, subnormal or not. Narrowing: a float below 2**-14 is
+rounded to a half's subnormal by adding 0.5, whose last bit is worth as much; others by adding all but one of the bits to be cut off, one
+more if the last that stays is odd, and by the difference of the exponents' biases.
+"""
+_HELPERS = (ENTRY, "__extendhfsf2", "__truncsfhf2")
+
+
 def target_machine(isa: Isa, triple: str | None = None) -> llvm.TargetMachine:
     """LLVM's code generator for that instruction set."""
     target = llvm.Target.from_triple(triple) if triple else llvm.Target.from_default_triple()
@@ -139,12 +195,12 @@ def target_machine(isa: Isa, triple: str | None = None) -> llvm.TargetMachine:
 
 
 def optimise(text: str, machine: llvm.TargetMachine, triple: str | None = None) -> llvm.ModuleRef:
-    """Parses IR and runs LLVM's -O3 over it with everything but ENTRY made internal."""
+    """Parses IR and runs LLVM's -O3 over it with everything but ENTRY (and what only the code generator calls) made internal."""
     module = llvm.parse_assembly(text)
     module.triple = triple or llvm.get_default_triple()
     module.data_layout = str(machine.target_data)
     for function in module.functions:
-        if not function.is_declaration and function.name != ENTRY:
+        if not function.is_declaration and function.name not in _HELPERS:
             function.linkage = "internal"
     for variable in module.global_variables:
         if not variable.is_declaration:

@@ -6,9 +6,11 @@ import ctypes
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
+import numpy as np
 import pytest
 
-from localrun.kernels_cpu import isa
+from localrun.kernels_cpu import compile, isa
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec, cache_folder, ensure_compiled
 
 FOLLOW = KernelSpec("team", "follow")
@@ -73,6 +75,58 @@ def test_a_loaded_kernel_runs(cache: Path) -> None:
     assert library.address(FOLLOW) == library.address(FOLLOW)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(library.address(FOLLOW))(ctypes.addressof(state), 0, 0, 0)
     assert list(state) == [0] * 32
+
+
+def test_halves_without_instructions_for_them() -> None:
+    """Both conversions of the generic set: every half, and floats on, beside and halfway between halves."""
+    loop = """
+define void @kernel(i64 %halves, i64 %floats, i64 %n, i64 %narrow) {
+entry:
+  %h = inttoptr i64 %halves to ptr
+  %f = inttoptr i64 %floats to ptr
+  %narrowing = icmp ne i64 %narrow, 0
+  br label %next
+next:
+  %i = phi i64 [0, %entry], [%j, %next]
+  %ph = getelementptr half, ptr %h, i64 %i
+  %pf = getelementptr float, ptr %f, i64 %i
+  %half = load half, ptr %ph
+  %float = load float, ptr %pf
+  %wide = call float @__extendhfsf2(half %half)
+  %small = call half @__truncsfhf2(float %float)
+  %newhalf = select i1 %narrowing, half %small, half %half
+  %newfloat = select i1 %narrowing, float %float, float %wide
+  store half %newhalf, ptr %ph
+  store float %newfloat, ptr %pf
+  %j = add i64 %i, 1
+  %more = icmp ult i64 %j, %n
+  br i1 %more, label %next, label %done
+done:
+  ret void
+}"""
+    machine = compile.target_machine(isa.build("generic"))
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), compile.target_machine(isa.build("generic")))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(compile.optimise(compile._SOFT_HALF + loop, machine))))
+    engine.finalize_object()
+    convert = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(engine.get_function_address("kernel"))
+
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    floats = np.zeros(1 << 16, np.float32)
+    convert(halves.ctypes.data, floats.ctypes.data, len(halves), 0)
+    expected = halves.view(np.float16).astype(np.float32)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(floats.view(np.uint32)[number], expected.view(np.uint32)[number])
+    assert np.isnan(floats[~number]).all()
+
+    near = expected.view(np.uint32)[:, None].astype(np.int64) + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])
+    floats = np.concatenate([near.ravel(), np.random.default_rng(0).integers(0, 1 << 32, 100_000)]).astype(np.uint32).view(np.float32)
+    halves = np.zeros(len(floats), np.uint16)
+    convert(halves.ctypes.data, floats.ctypes.data, len(floats), 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = floats.astype(np.float16)
+    number = ~np.isnan(floats)
+    np.testing.assert_array_equal(halves[number], narrow.view(np.uint16)[number])
+    assert np.isnan(halves.view(np.float16)[~number]).all()
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
