@@ -127,18 +127,20 @@ def _head(path: Path) -> bytes:
 def read_reference(path: Path) -> Reference:
     """Raises CliError for a file that cannot be read, that lacks an array, or whose arrays do not fit together."""
     import zipfile
+    import zlib
 
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if not hasattr(arrays, "files"):
-                raise CliError(f"{path} holds a single array; a reference is an .npz file")
+        loaded = np.load(path, allow_pickle=False)
+        if not hasattr(loaded, "files"):
+            raise CliError(f"{path} holds a single array; a reference is an .npz file")
+        with loaded as arrays:
             found: dict[str, Any] = {name: arrays[name] for name in arrays.files}
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, EOFError, zipfile.BadZipFile):
-        raise CliError(f"{path} is no .npz file of NumPy") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise CliError(f"{path} is no .npz file of NumPy, or a damaged one") from None
     n, k = len(found.get("tokens", ())), found["top_ids"].shape[-1] if "top_ids" in found else 0
     shapes = {"tokens": (n,), "top_ids": (n, k)}
     sources = ["ref", "peer"] if any(name.startswith("peer_") for name in found) else ["ref"]
