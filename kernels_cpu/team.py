@@ -38,21 +38,30 @@ def replay(isa: Any) -> Any:
     from localrun.kernels_cpu.simd import load_i64
 
     @numba.njit  # type: ignore[untyped-decorator]
+    def finished(program: int, first: int, end: int, epoch: int, yield_address: int) -> bool:
+        """Waits until all chunks of rows first..end-1 are done. False: the pass is over, this thread comes too late."""
+        for i in range(first, end):
+            row = program + i * INSTRUCTION
+            spins = 0
+            while atomic_load(row + 72) < load_i64(row + 16):
+                if (atomic_load(row + 64) >> 32) != epoch:
+                    return False
+                pause()
+                spins += 1
+                if spins > SPINS_BEFORE_YIELD:
+                    call_plain(yield_address)
+        return True
+
+    @numba.njit  # type: ignore[untyped-decorator]
     def run(program: int, n: int, epoch: int, yield_address: int, head: int, thread: int) -> None:
+        waited = 0
         for i in range(n):
             row = program + i * INSTRUCTION
             wait_from = load_i64(row + 24)
             if wait_from >= 0:
-                for j in range(wait_from, i):
-                    before = program + j * INSTRUCTION
-                    spins = 0
-                    while atomic_load(before + 72) < load_i64(before + 16):
-                        if (atomic_load(before + 64) >> 32) != epoch:
-                            return
-                        pause()
-                        spins += 1
-                        if spins > SPINS_BEFORE_YIELD:
-                            call_plain(yield_address)
+                if not finished(program, wait_from, i, epoch, yield_address):
+                    return
+                waited = i
             while True:
                 held = atomic_load(row + 64)
                 if (held >> 32) != epoch:
@@ -63,6 +72,8 @@ def replay(isa: Any) -> Any:
                 if compare_and_swap(row + 64, held, held + 1):
                     call_kernel(load_i64(row), load_i64(row + 8), head, chunk, thread)
                     atomic_add(row + 72, 1)
+        # The caller reads what was computed as soon as this returns, so chunks that others still hold are waited for here too.
+        finished(program, waited, n, epoch, yield_address)
 
     def kernel(args: int, head: int, epoch: int, thread: int) -> None:
         yield_address = load_i64(args + 24)
