@@ -132,3 +132,22 @@ def soft_cap(isa: Isa) -> Any:
             store(x + i * 64, math.tanh(load_f32x16(x + i * 64) / cap) * cap)
 
     return kernel
+
+
+def scale(isa: Isa) -> Any:
+    """Kernel: every value of a row times a factor, or times its own factor.
+
+    args: 0 x, 1 its row stride, 2 n, 3 factor (float bits), 4 factors float32 (0: none).
+    """
+
+    def kernel(args: int, head: int, t: int, thread: int) -> None:
+        x = load_i64(args) + t * load_i64(args + 8)
+        factor = splat_f32(f32_from_bits(load_i64(args + 24)))
+        factors = load_i64(args + 32)
+        for i in range((load_i64(args + 16) + 15) >> 4):
+            v = load_f32x16(x + i * 64) * factor
+            if factors:
+                v = v * load_f32x16(factors + i * 64)
+            store(x + i * 64, v)
+
+    return kernel

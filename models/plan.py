@@ -105,9 +105,9 @@ class Recorder:
         """Longer contexts are refused."""
         self._max_positions = n
 
-    def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None) -> Row:
+    def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None, name: str = "x") -> Row:
         """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
-        x = self.row("x", table.columns)
+        x = self.row(name, table.columns)
         if positions:
             self._max_positions = positions.n // table.columns
         args = [table.source, table.row_bytes, table.columns, float_bits(scale), x.address, x.stride, positions.address if positions else 0]
@@ -194,6 +194,10 @@ class Recorder:
             gate.stride if gate else 0,
         ]
         self._append("pointwise", "add", [], args, name)
+
+    def scale(self, x: Row, name: str, *, factor: float = 1.0, factors: Vector | None = None) -> None:
+        """x *= factor, and, value by value, factors (width,)."""
+        self._append("pointwise", "scale", [], [x.address, x.stride, x.width, float_bits(factor), factors.address if factors else 0], name)
 
     def clamp(self, x: Row, limit: float, name: str) -> None:
         """Values of x into -limit..limit."""
@@ -295,18 +299,22 @@ class Recorder:
 
     def rope_kv(
         self, q: Row, k: Row, v: Row, *, n_heads: int, n_kv: int, dim: int, dim_v: int, n_rot: int, table: int, halves: bool, scale: float,
-        q_norm: Vector | None = None, k_norm: Vector | None = None, eps: float = 0.0,
+        q_norm: Vector | None = None, k_norm: Vector | None = None, eps: float = 0.0, layer: int | None = None,
     ) -> int:
         """Norms and rotates heads in place, scales q, writes k and v into the cache; returns the layer's offset in a pool block.
 
         q (T, n_heads * dim), k (T, n_kv * dim), v (T, n_kv * dim_v); table: which of the header's angle tables; n_rot 0: no rotation.
+        layer: offset of an earlier layer whose keys and values are used again; k and v are then left alone.
         """
         if not kv.fits(self.kv_type, dim, dim_v):
             raise ValueError(
                 f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}"
             )
-        offset = self.kv_block_bytes
-        self.kv_block_bytes += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+        offset = self.kv_block_bytes if layer is None else layer
+        if layer is None:
+            self.kv_block_bytes += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+        else:
+            n_kv = 0
         args = [
             q.address, q.stride, k.address, k.stride, v.address, v.stride, n_heads, n_kv, q_norm.address if q_norm else 0,
             k_norm.address if k_norm else 0, float_bits(eps), n_rot, head.ROPE + 8 * table, int(halves), offset, float_bits(scale),
