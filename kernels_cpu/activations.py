@@ -4,8 +4,8 @@
     kind '32'   n int8, room up to a multiple of 64, then n / 32 times META bytes
     kind 'f'    the floats
 
-For matrix instructions (amx.py) the rows of a batch of MANY tokens or more are also laid out by blocks of 16 tokens, so that what one instruction reads
-lies together:
+For matrix instructions (amx.py) the rows of a batch of MANY tokens or more are also laid out by blocks of 16 tokens, so that what one
+instruction reads lies together:
 
     kind '256'  per 16 tokens and super-block TILE_SUPER bytes: 4 x (16 tokens x 64 int8), then 16 x the last 64 bytes of SUPER
     kind '32'   per 16 tokens and 4 blocks TILE_QUAD bytes: 4 x (16 tokens x 32 int8), then 4 x (16 d f32, 16 d * sum f32)
@@ -40,7 +40,8 @@ from localrun.kernels_cpu.simd import (
 SUPER = 320
 """Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
 META = 28
-"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of either half."""
+"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of
+either half."""
 TILE_SUPER = 16 * SUPER
 TILE_QUAD = 2048 + 512
 MANY = 32
@@ -137,7 +138,8 @@ def _tiles_32(row: int, n: int, tiles: int, t: int) -> None:
 def give(row: int, n: int, args: int, t: int, tokens: int) -> None:
     """Quantizes finished row t of `tokens` for whoever reads it.
 
-    args: address and row stride of each of '256', '32', 'f', then the addresses of the tiles of '256' and '32'; address 0: nobody reads that.
+    args: address and row stride of each of '256', '32', 'f', then the addresses of the tiles of '256' and '32'; address 0: nobody reads
+    that.
     """
     to_256 = load_i64(args)
     if to_256:

@@ -1,10 +1,11 @@
 """Matrix tiles of AMX (Intel's architecture manual, chapter on TMUL): 16 rows of W against 16 or 32 tokens an instruction.
 
-A tile register holds 16 rows of 64 bytes; one TDPB*D adds the products of a 16 x 64 and a 64 x 16 tile of bytes to 16 x 16 int32, 16,384 multiply-adds
-in 16 cycles. Integers are exact and the float operations are the ones of the plain tiles in the same order, so results are the same bits.
+A tile register holds 16 rows of 64 bytes; one TDPB*D adds the products of a 16 x 64 and a 64 x 16 tile of bytes to 16 x 16 int32, 16,384
+multiply-adds in 16 cycles. Integers are exact and the float operations are the ones of the plain tiles in the same order, so results are
+the same bits.
 
-Kind '256': scale times quant is an integer of at most 16 bits; it is cut into a low byte (unsigned) and a high byte (signed), each a tile, and both products run
-over the whole super-block: total = low + 256 * high. Floats are touched once every 256 values.
+Kind '256': scale times quant is an integer of at most 16 bits; it is cut into a low byte (unsigned) and a high byte (signed), each a
+tile, and both products run over the whole super-block: total = low + 256 * high. Floats are touched once every 256 values.
 Kind '32': one tile product a block, half as deep, with signed quants.
 
 A packed group already is what the instruction wants on its right side (4 k-values of 16 rows in 64 bytes), activations are on its left.

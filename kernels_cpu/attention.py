@@ -1,9 +1,9 @@
 """Attention over the blocks of the KV cache (kv.py).
 
-Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) in steps of 64 positions. Parts of PART positions are computed from scratch and
-merged in order, by one thread or by several. Step and part borders lie at multiples of their sizes whatever the batch, so a row's bits depend neither on
-how its prompt was cut, nor on what is computed beside it, nor on the number of threads. K and V are read once for QUERIES query vectors: all heads of a group,
-for as many of up to TILE_ROWS successive rows of a sequence as fit.
+Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) in steps of 64 positions. Parts of PART positions are
+computed from scratch and merged in order, by one thread or by several. Step and part borders lie at multiples of their sizes whatever
+the batch, so a row's bits depend neither on how its prompt was cut, nor on what is computed beside it, nor on the number of threads. K
+and V are read once for QUERIES query vectors: all heads of a group, for as many of up to TILE_ROWS successive rows of a sequence as fit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ i64 = numba.int64
 _LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 
 # A thread's working memory: a frame of int64 words that say what the chunk works on, then the buffers they point to.
-TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP, Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE = range(0, 17 * 8, 8)
+TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP = range(0, 80, 8)
+Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE = range(80, 136, 8)
 FRAME = 192
 
 
@@ -73,9 +74,9 @@ def partial_bytes(n_heads: int, dim_v: int) -> int:
 def rope_kv(isa: Isa, kv_type: str, dim: int, dim_v: int) -> Any:
     """Kernel, one row a chunk: norms and rotates the row's query and key heads, scales the queries, writes K and V into the row's block.
 
-    args: 0 q, 1 q stride, 2 k, 3 k stride, 4 v, 5 v stride, 6 query heads, 7 kv heads, 8 q norm weight (0: none), 9 k norm weight, 10 eps (float bits),
-    11 dimensions to rotate, 12 offset in the head of the angle table, 13 whether pairs are halves apart, 14 offset of the layer in a pool block,
-    15 scale of q (float bits).
+    args: 0 q, 1 q stride, 2 k, 3 k stride, 4 v, 5 v stride, 6 query heads, 7 kv heads, 8 q norm weight (0: none), 9 k norm weight, 10
+    eps (float bits), 11 dimensions to rotate, 12 offset in the head of the angle table, 13 whether pairs are halves apart, 14 offset of
+    the layer in a pool block, 15 scale of q (float bits).
     """
     codec = Codec(kv_type)
     write_k, write_v = codec.write_k, codec.write_v
@@ -122,7 +123,8 @@ def _scores(codec: Codec, queries: int) -> Any:
             start = first + b * BLOCK
             if start <= load_i64(frame + LAST):
                 block = i64(load_i32(load_i64(frame + TABLE) + 4 * (start >> 4)))
-                acc = dot_k(keys + block * load_i64(frame + POOL_BLOCK), load_i64(frame + DIM), load_i64(frame + Q), load_i64(frame + Q_BYTES), acc)
+                part = keys + block * load_i64(frame + POOL_BLOCK)
+                acc = dot_k(part, load_i64(frame + DIM), load_i64(frame + Q), load_i64(frame + Q_BYTES), acc)
             tile_store_all(acc, load_i64(frame + SCORES) + b * 64, 256)
 
     return scores
@@ -297,9 +299,10 @@ def _low(position: int, window: int) -> int:
 def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, sloped: int = 0) -> Any:
     """Kernel: a chunk is one kv head of one tile of rows (or one part of that): softmax(q k) v for all query heads of the group.
 
-    args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7 window (0: all positions),
-    8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none), 12 slopes float32 a head, if `sloped`.
-    With the header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
+    args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7
+    window (0: all positions), 8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none), 12
+    slopes float32 a head, if `sloped`. With the header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum
+    and output in PARTIAL for attention_merge.
     """
     k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
     run = _stepper(kv_type, bool(soft_cap), bool(sloped), k_bytes, v_bytes)

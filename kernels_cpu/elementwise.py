@@ -70,8 +70,8 @@ def layer_norm(row: int, n: int, eps: Any, weight: int, bias: int, out: int) -> 
 def norm(isa: Isa) -> Any:
     """Kernel: a row's norm, quantized for its readers.
 
-    args: 0 x, 1 its row stride, 2 n, 3 weight (0: all ones), 4 eps (float bits), 5 norm (0 none, 1 RMS, 2 layer), 6 bias, 7 scratch float32 rows,
-    8 their stride, 9.. readers (see give), 17 offset in the head of the row numbers (0: row t is row t).
+    args: 0 x, 1 its row stride, 2 n, 3 weight (0: all ones), 4 eps (float bits), 5 norm (0 none, 1 RMS, 2 layer), 6 bias, 7 scratch
+    float32 rows, 8 their stride, 9.. readers (see give), 17 offset in the head of the row numbers (0: row t is row t).
     RMS norm: x * weight / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
     """
 

@@ -6,8 +6,10 @@ A pool block holds BLOCK = 16 successive positions of one sequence for all layer
     V  for each kv head: [16 positions][dim, room up to 16]
 
     f32, f16, bf16   the values
-    q8_0             int8, then scales f16: K [dim / 32][16 positions], V [16 positions][dim / 32]; a scale is max|x| / 127 of 32 values of one position
-    q4_0             nibbles 1..15 for -7..7, then scales f16 as for q8_0 with max|x| / 7; K: byte [dim / 2][16], dimension 2 i in the low nibble,
+    q8_0             int8, then scales f16: K [dim / 32][16 positions], V [16 positions][dim / 32];
+                     a scale is max|x| / 127 of 32 values of one position
+    q4_0             nibbles 1..15 for -7..7, then scales f16 as for q8_0 with max|x| / 7;
+                     K: byte [dim / 2][16], dimension 2 i in the low nibble,
                      V: byte [16][dim / 2], within 32 values the first 16 in the low nibbles
 """
 
@@ -98,8 +100,8 @@ def _put(address: int, value: int, shift: int) -> None:
 class Codec:
     """Compiled functions over one head's part of a block.
 
-    write_k, write_v (block part, slot, source float32 values, n); dot_k(block part, dim, q, bytes between queries, zero tile) -> tile of scores of 16 keys;
-    read_v(block part, slot, first of 16 dimensions, room) -> f32x16.
+    write_k, write_v (block part, slot, source float32 values, n); dot_k(block part, dim, q, bytes between queries, zero tile) -> tile of
+    scores of 16 keys; read_v(block part, slot, first of 16 dimensions, room) -> f32x16.
     """
 
     def __init__(self, kv_type: str) -> None:

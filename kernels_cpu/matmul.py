@@ -1,7 +1,8 @@
 """Quantized matrix multiplication: out[t, r] = sum over k of W[r, k] * x[t, k].
 
-One kernel a tensor type. A *tile* is 16 rows of W (a packed group, see pack.py) against 1, 2, 4 or 8 tokens: integers inside a block, float32 across blocks.
-The order of operations of one result is the same in every tile, so a token's bits do not depend on how many others are in the batch:
+One kernel a tensor type. A *tile* is 16 rows of W (a packed group, see pack.py) against 1, 2, 4 or 8 tokens: integers inside a block,
+float32 across blocks. The order of operations of one result is the same in every tile, so a token's bits do not depend on how many
+others are in the batch:
 
     kind '256'   for each super-block: S = sum_j scale_j * dot_j, M = sum_j min_j * sum_j(x), both exact integers
                  acc = fma(fma(M, -dmin, S * d), dx, acc)
@@ -281,16 +282,19 @@ def matmul(isa: Isa, type_name: str) -> Any:
     args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
     5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
     11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
-    14 bytes of scratch a thread, 15 where in it a group is unpacked to, 16 activations as tiles (0: there are none). Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+    14 bytes of scratch a thread, 15 where in it a group is unpacked to, 16 activations as tiles (0: there are none). Rows of out, and
+    the bias, have room for whole groups of 16; activations for 7 tokens more.
     """
     tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
     pack_group = group_packer(type_name)
     use_amx = isa.amx and type_name in amx.SUPPORTED
-    many = amx.make_group(isa, type_name) if use_amx else None
+    many: Any = amx.make_group(isa, type_name) if use_amx else None
     tile_step = amx.tile_step(type_name)
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int, scratch: int, tiles: int) -> None:
+    def group(
+        w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int, scratch: int, tiles: int
+    ) -> None:
         if use_amx and tokens >= 16 and tiles:
             sixteens = tokens & -16
             many(w, n, tiles, sixteens, scratch, out, out_stride, bias, add)
@@ -320,8 +324,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
         row_bytes = load_i64(args + 96)
         scratch = load_i64(args + 104) + thread * load_i64(args + 112)
         unpacked = scratch + load_i64(args + 120)
-        # Activations of a block of tokens stay in the second-level cache while the chunk's groups go by. A group that has to be unpacked first is
-        # unpacked once, for all tokens.
+        # Activations of a block of tokens stay in the second-level cache while the chunk's groups go by. A group that has to be unpacked
+        # first is unpacked once, for all tokens.
         stride = load_i64(args + 40)
         block = tokens
         if tokens > 8 and not row_bytes:

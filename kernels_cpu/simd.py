@@ -1,7 +1,7 @@
 """Vector values inside Numba functions.
 
-A `Vec` is an LLVM vector held in registers (`f32x16`, `i32x16`, `u8x64` ...), a `Tile` is a fixed number of them. Inside `@njit` code they add,
-multiply, shift and mask with Python's operators; the functions below load, store, convert and combine them. Every function is an
+A `Vec` is an LLVM vector held in registers (`f32x16`, `i32x16`, `u8x64` ...), a `Tile` is a fixed number of them. Inside `@njit` code
+they add, multiply, shift and mask with Python's operators; the functions below load, store, convert and combine them. Every function is an
 intrinsic: it becomes the LLVM instruction its docstring names, nothing is called at run time.
 
 Addresses are plain integers (int64). Lanes are 32 bits wide and 16 to a vector whatever the machine: LLVM splits a vector into as many

@@ -1,9 +1,9 @@
 """The thread team: runs a recorded program of kernels on several threads, one call a thread and pass.
 
 A program is a table of INSTRUCTION bytes a row: the kernel's address, its arguments, into how many chunks its work is cut, and whether it
-waits for everything before it. Each thread walks the whole table and takes chunks by compare-and-swap until there are none left; then it goes on to the next row,
-or, where that row waits, until the chunks others hold are finished. Nobody waits for a thread that holds no chunk: one that the system has put
-to sleep delays nothing but the chunk it was computing.
+waits for everything before it. Each thread walks the whole table and takes chunks by compare-and-swap until there are none left; then it
+goes on to the next row, or, where that row waits, until the chunks others hold are finished. Nobody waits for a thread that holds no
+chunk: one that the system has put to sleep delays nothing but the chunk it was computing.
 
 The chunk counter of a row carries the number of the pass in its upper half, so a thread that wakes up in a later pass than it fell asleep
 in can take nothing and leaves.
