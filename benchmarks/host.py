@@ -60,7 +60,7 @@ class Run:
     """Most resident memory, mapped file pages included; 0 where the system does not tell."""
 
 
-def run(command: Sequence[str | Path], env: dict[str, str] | None = None) -> Run:
+def run(command: Sequence[object], env: dict[str, str] | None = None) -> Run:
     """Runs a program to its end. Raises RunError."""
     began = time.perf_counter()
     with subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:

@@ -170,7 +170,7 @@ def find(venv: Path | None = None) -> Peer:
         for path in list(given.values()):
             given = tools_in(path.parent) | given
         return Peer(f"{' and '.join(str(given[n]) for n in TOOLS[:2] if n in given)} (environment)", given)
-    found = {name: Path(path) for name in TOOLS if (path := shutil.which(name))}
+    found = {name: Path(where) for name in TOOLS if (where := shutil.which(name))}
     if "llama-bench" in found:
         return Peer(f"{found['llama-bench']} (PATH)", found)
     python = python_of(venv)
