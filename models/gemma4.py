@@ -57,11 +57,15 @@ def read(keys: Keys, gguf: GGUFFile) -> Gemma4:
     local = keys.bools("attention.sliding_window_pattern", length=n)
     dim = keys.int("attention.key_length_swa", p.dim, minimum=1)
     n_kv, ffn = keys.per_layer("attention.head_count_kv", n, p.n_heads), keys.per_layer("feed_forward_length", n)
-    sizes = [replace(p, n_kv=n_kv[i], ffn=ffn[i], **({"dim": dim, "dim_v": dim} if local[i] else {})) for i in range(n)]
     local_rot = keys.int("rope.dimension_count_swa", dim)
+
+    def size(i: int) -> Decoder:
+        own = replace(p, n_kv=n_kv[i], ffn=ffn[i])
+        return replace(own, dim=dim, dim_v=dim, n_rot=local_rot) if local[i] else own
+
     params = Gemma4(
         decoder=p,
-        layers=[replace(size, n_rot=local_rot) if local[i] else size for i, size in enumerate(sizes)],
+        layers=[size(i) for i in range(n)],
         local=local,
         window=keys.int("attention.sliding_window", minimum=1),
         own_kv=n - keys.int("attention.shared_kv_layers", 0, maximum=n - 1),

@@ -488,6 +488,12 @@ class Recorder:
         instruction = self._append("heads", "by_head", [], args, name, factor=n)
         return self._activation(width, instruction, 5, name, n)
 
+    # ---- what one family alone has ----
+
+    def apply(self, module: str, factory: str, args: Sequence[int | float], name: str) -> None:
+        """A kernel of one chunk a token, whose arguments are written by the caller; floats are given as their bits."""
+        self._append(module, factory, [], [float_bits(a) if isinstance(a, float) else a for a in args], name)
+
     # ---- the end ----
 
     def finish(self) -> Program:

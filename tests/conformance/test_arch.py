@@ -69,6 +69,7 @@ TABLE = {
     "gemma": {"f32": "exact", "q4_0": "rounded"},
     "gemma2": {"f32": "exact", "q8_0": "rounded"},
     "gemma3": {"f32": "exact", "q4_0": "rounded"},
+    "gemma3n": {"mixq": "rounded"},
     "gemma4": {"f32": "exact", "q4_0": "rounded"},
     "gemma4-moe": {"f32": "exact", "q8_0": "rounded"},
     "glm4": {"f32": "exact", "q8_0": "rounded"},
