@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localrun.models.blocks import Attention, Decoder, output, parallel_layers, plain, read_rope, with_factors
+from localrun.models.blocks import Attention, Decoder, Shapes, output, parallel_layers, plain, read_rope, with_factors
 from localrun.models.gguf import GGUFFile
 from localrun.models.params import Keys
 from localrun.models.rope import Rope
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 def read(keys: Keys, gguf: GGUFFile) -> tuple[Decoder, Rope]:
     """Hyper-parameters; the tensors are checked against them. Raises ModelFileError."""
     p = Decoder.read(keys, gguf, norm="layer")
-    p.check(
-        gguf,
-        p.tensors(without=("ffn_norm",), fused=True, gated=False),
-        p.per_layer({"attn_norm_2.weight": (p.width,), "attn_norm_2.bias": (p.width,)}),
-    )
+    norms: Shapes = {"attn_norm_2.weight": (p.width,), "attn_norm_2.bias": (p.width,)} if "blk.0.attn_norm_2.weight" in gguf.tensors else {}
+    p.check(gguf, p.tensors(norms, without=("ffn_norm",), fused=True, gated=False))
     return p, read_rope(keys, p)
 
 

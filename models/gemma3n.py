@@ -59,7 +59,8 @@ def read(keys: Keys, gguf: GGUFFile) -> Gemma3n:
         "post_attention_norm.weight": width, "post_ffw_norm.weight": width,
         "inp_gate.weight": (p.width, OWN), "proj.weight": (OWN, p.width), "post_norm.weight": width,
         "altup_correct_coef.weight": (STREAMS, STREAMS), "altup_correct_scale.weight": width,
-        "altup_predict_coef.weight": (STREAMS, STREAMS * STREAMS), "altup_router.weight": (p.width, STREAMS), "altup_router_norm.weight": width,
+        "altup_predict_coef.weight": (STREAMS, STREAMS * STREAMS),
+        "altup_router.weight": (p.width, STREAMS), "altup_router_norm.weight": width,
         "laurel_l.weight": (p.width, LOW_RANK), "laurel_r.weight": (LOW_RANK, p.width), "laurel_post_norm.weight": width,
     }  # fmt: skip
     whole: Shapes = {
@@ -173,8 +174,8 @@ def _attention(params: Gemma3n, r: Recorder, w: Weights, i: int, h: Activation, 
         r.norm_heads(v, p.n_kv, None, p.eps, "v_norm")
     kept[i] = r.rope_kv(
         q, k, v, n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, n_rot=p.n_rot, halves=True,
-        table=GLOBAL if everything else LOCAL, scale=1.0, q_norm=w.vector(f"{blk}.attn_q_norm.weight"), k_norm=w.vector(f"{blk}.attn_k_norm.weight"), eps=p.eps,
-        layer=None if shared is None else kept[shared],
+        q_norm=w.vector(f"{blk}.attn_q_norm.weight"), k_norm=w.vector(f"{blk}.attn_k_norm.weight"), eps=p.eps,
+        table=GLOBAL if everything else LOCAL, scale=1.0, layer=None if shared is None else kept[shared],
     )  # fmt: skip
     return r.attention(
         q, kept[i], n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, window=0 if everything else params.window
