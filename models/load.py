@@ -17,7 +17,7 @@ from localrun.kernels_cpu.compile import CompileError, KernelLibrary
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
-from localrun.models.params import Keys
+from localrun.models.params import INT_MAX, Keys
 from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
 from localrun.models.program import Memory, Program, room
 from localrun.models.registry import family_of
@@ -212,7 +212,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     info = ModelInfo(
         architecture=gguf.architecture,
         n_vocab=n_vocab,
-        n_ctx_train=keys.int("context_length"),
+        n_ctx_train=min(keys.int("context_length"), program.max_positions or INT_MAX),
         max_batch=options.max_batch,
         kv_bytes_per_block=recorder.kv_block_bytes,
         weight_bytes=weights.packed_bytes if weights.pack else sum(info.nbytes for info in gguf.tensors.values()),
