@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,6 @@ def ready(host: str, port: int) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     idle_exit = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
-    settings = Settings(port=0, models=folder / "models", cache=folder / "cache", idle_exit=idle_exit)
+    settings = Settings(port=0, models=folder / "models", cache=Path(os.environ["LOCALRUN_CACHE"]), idle_exit=idle_exit)
     add_model(Store(settings.models), "tiny")
     serve(settings, ready=ready, load=functools.partial(fakes.load_scripted, reply="word " * 3000, delay=0.01), warm=False)

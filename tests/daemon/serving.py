@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ def sha256(data: bytes) -> str:
 @contextlib.contextmanager
 def daemon(folder: Path, load: Any = None, **settings: Any) -> Iterator[Daemon]:
     """A daemon with the model "tiny" in its store. load: a loader of tests.fakes; by default one that repeats what it is told."""
-    chosen = Settings(port=0, models=folder / "models", cache=folder / "cache", **settings)
+    chosen = Settings(port=0, models=folder / "models", cache=Path(os.environ["LOCALRUN_CACHE"]), **settings)
     store = Store(chosen.models)
     add_model(store, "tiny")
     app = create_app(chosen, store=store, load=load or fakes.load_scripted, warm=False)

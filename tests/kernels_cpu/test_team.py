@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 import pytest
 
 from localrun.kernels_cpu import isa
@@ -18,7 +18,7 @@ COPY = KernelSpec("elementwise", "norm")
 
 @pytest.fixture(scope="module")
 def library() -> KernelLibrary:
-    return KernelLibrary(isa.select(), Path(platformdirs.user_cache_dir("localrun")))
+    return KernelLibrary(isa.select(), Path(os.environ["LOCALRUN_CACHE"]))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
