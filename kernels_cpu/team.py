@@ -130,6 +130,9 @@ class Team:
         self._follow = entry(addresses[KernelSpec("team", "follow")])
         self.n_threads = n_threads
         self._header = header
+        # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as the workers.
+        self._library = library
+        self._programs: list[NDArray[np.int64]] = []
         # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay; then, a cache line each, the last pass of each thread
         self._state = np.zeros(8 * (n_threads + 2), np.int64)
         self._state[3] = _yield_function()
@@ -144,6 +147,8 @@ class Team:
     def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
         """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks. Returns when all are done."""
         epoch = int(self._state[0]) + 1
+        if not any(known is program for known in self._programs):
+            self._programs.append(program)
         # The pass number goes first: from here on a thread still in an earlier pass can take nothing, whatever the counts become.
         program[:, 8] = epoch << 32
         program[:, 9] = 0
