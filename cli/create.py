@@ -23,6 +23,7 @@ FROM_LINE = re.compile(r"^([ \t]*from[ \t]+)(.+?)[ \t]*$", re.IGNORECASE | re.MU
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the new model is called.")],
     file: Annotated[Path, typer.Option("--file", "-f", metavar="MODELFILE", help="The Modelfile; -: stdin.")] = Path("Modelfile"),
+    quantize: Annotated[str, typer.Option("--quantize", "-q", metavar="TYPE", help="Make the weights smaller: q4_K_M, q8_0, ...")] = "",
     copy: Annotated[bool, typer.Option("--copy", help="Copy the GGUF file that FROM names, rather than link to it.")] = False,
 ) -> None:
     """Make a model from a Modelfile: another model or a GGUF file, with settings of one's own.
@@ -37,6 +38,8 @@ def create(
         body: Json = {"model": name, "modelfile": text}
         if copy:
             body["copy"] = True
+        if quantize:
+            body["quantize"] = quantize
         if client.where.here:
             body["folder"] = str(folder)
         else:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from localrun import __version__
-from localrun.cli import bench, bundle, create, models, perplexity, plan, run, serve, storage
+from localrun.cli import bench, bundle, create, models, perplexity, plan, quantize, run, serve, storage
 from localrun.cli.client import CliError
 from localrun.cli.environment import BadAddress
 
@@ -98,6 +98,7 @@ app.command("plan")(plan.plan)
 app.command("push")(storage.push)
 app.command("export")(bundle.export)
 app.command("import")(bundle.import_models)
+app.command("quantize")(quantize.quantize)
 app.add_typer(storage.app, name="store")
 app.command("perplexity")(perplexity.evaluate)
 app.command("bench")(bench.bench)

@@ -189,6 +189,7 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
         spec,
         **origin,
         copy=body.copy_,
+        quantize=body.quantize or body.quantization,
         template=body.template if body.template is not None else spec.template,
         system=body.system if body.system is not None else spec.system,
         parameters=spec.parameters | body.parameters,

@@ -237,9 +237,8 @@ class Blobs:
     @contextlib.contextmanager
     def compose(self) -> Iterator[Composer]:
         """A writer for a blob that is made here. The blob is there when the block has been left; left by an exception, nothing is."""
-        draft = self._own / "partial" / f"new-{os.getpid()}-{secrets.token_hex(8)}"
+        draft = self.draft()
         with storage_errors("cannot write the model", self.folder):
-            draft.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(parents=True, exist_ok=True)
             writer = Composer(draft)
         try:
@@ -250,6 +249,24 @@ class Blobs:
             writer.close()
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
+
+    def draft(self) -> Path:
+        """A new name in the folder where `take` takes files from. Whoever makes the file removes it when it comes to nothing."""
+        path = self._own / "partial" / f"new-{os.getpid()}-{secrets.token_hex(8)}"
+        with storage_errors("cannot write the model", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def take(self, draft: Path, progress: Callable[[int, int], None] | None = None) -> tuple[str, int]:
+        """Makes a file that was written under a name from `draft` a blob, by moving it; digest and size."""
+        with storage_errors("cannot read the model", draft):
+            size = draft.stat().st_size
+            digest = _digest_of(draft, size, progress)
+        with self.lock(digest), storage_errors("cannot write the model", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._link_record(digest).unlink(missing_ok=True)
+            replace_file(draft, self.path(digest))
+        return digest, size
 
     def require_space(self, needed: int) -> None:
         """Raises DiskFull, with both numbers, when `needed` more bytes will not fit."""

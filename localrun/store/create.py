@@ -16,9 +16,11 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
 from localrun.store import catalogue, describe, modelfile, parameters
 from localrun.store.manifests import LAYER_TYPE, Layer
+from localrun.store.merge import merge
 from localrun.store.modelfile import Instruction
 from localrun.store.names import Name, check_digest
 from localrun.store.progress import Cancelled, Progress, PullProgress
+from localrun.store.quantizing import checked_type, quantize
 from localrun.text.gosyntax import is_go_template as is_go_template
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class CreateSpec:
     """Digest of a blob that was put into the store before."""
     copy: bool = False
     """With `gguf`: copy the file."""
+    quantize: str = ""
+    """Type to make the weights of: "q4_K_M". What they are made from must not be quantized already. Empty: as they are."""
     template: str | None = None
     """Jinja, or Go's language as Ollama writes it."""
     system: str | None = None
@@ -61,6 +65,8 @@ def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancel
 
     def bring() -> None:
         config, layers = _base(store, checked, progress, cancelled)
+        if checked.quantize:
+            config = _quantized(store, checked.quantize, config, layers, progress, cancelled)
         for kind, layer in _added(store, checked, layers):
             layers[kind] = [*layers.get("license", []), layer] if kind == "license" else [layer]
             progress(PullProgress(f"creating new layer {layer.digest}"))
@@ -89,6 +95,7 @@ def _checked(spec: CreateSpec, progress: Progress) -> CreateSpec:
         raise BadRequest("a model is made from one thing: a name, a file or a blob", param="from")
     if spec.template is not None:
         check_template(spec.template)
+    name = checked_type(spec.quantize) if spec.quantize else ""
     values = {}
     for key, value in spec.parameters.items():
         if key in parameters.DEPRECATED:
@@ -100,7 +107,19 @@ def _checked(spec: CreateSpec, progress: Progress) -> CreateSpec:
             raise BadRequest(f'messages[{index}]: message role must be one of "system", "user", or "assistant"', param="messages")
         if not isinstance(message.get("content"), str):
             raise BadRequest(f"messages[{index}]: content must be text", param="messages")
-    return replace(spec, parameters=values)
+    return replace(spec, parameters=values, quantize=name)
+
+
+def _quantized(
+    store: Store, name: str, config: dict[str, Any], layers: dict[str, list[Layer]], progress: Progress, cancelled: Cancelled
+) -> dict[str, Any]:
+    """Puts the weights as type `name` in the place of those in `layers`; returns their config."""
+    was = str(config.get("file_type", ""))
+    if was == name:
+        return config
+    digest, size = quantize(store.blobs, layers["model"][0].digest, was, name, progress, cancelled)
+    layers["model"] = [Layer(f"{LAYER_TYPE}model", digest, size)]
+    return store.config_of(digest)
 
 
 def check_template(text: str) -> None:
@@ -123,7 +142,7 @@ def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancell
         return _from_stored(store, spec.from_name, progress, cancelled)
     progress(PullProgress("parsing GGUF"))
     if spec.gguf:
-        digest, config = _take_in(store, spec.gguf, spec.copy, progress)
+        digest, config = _take_in(store, spec.gguf, spec.copy, progress, cancelled)
     else:
         digest = check_digest(spec.gguf_digest or "")
         if not store.blobs.has(digest):
@@ -134,20 +153,22 @@ def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancell
     return config, {"model": [Layer(f"{LAYER_TYPE}model", digest, store.blobs.size(digest))]}
 
 
-def _take_in(store: Store, path: Path, copy: bool, progress: Progress) -> tuple[str, dict[str, Any]]:
+def _take_in(store: Store, path: Path, copy: bool, progress: Progress, cancelled: Cancelled) -> tuple[str, dict[str, Any]]:
     """Digest of the blob for the GGUF file at `path`, and the config. Messages name the file as it was given."""
     if path.is_dir():
         raise Unsupported(f"{path} is a folder; only GGUF files can be imported, and safetensors not yet", param="from")
     try:
         with open_gguf(path) as gguf:
-            if gguf.metadata.get("split.count", 1) > 1:
-                raise Unsupported(f"{path.name} is one part of a split model; merge the parts into one file first", param="from")
+            split = gguf.metadata.get("split.count", 1) > 1
             config = describe.config_of(gguf)
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
     if path.resolve().parent == store.blobs.folder.resolve():
         # a path that `show --modelfile` printed
         return check_digest(path.name), config
+    if split:
+        digest, _ = merge(store.blobs, path, progress, cancelled)
+        return digest, config
     status = f"reading {path.name}"
     digest, _ = store.blobs.adopt(path, copy=copy, progress=lambda done, size: progress(PullProgress(status, None, size, done)))
     return digest, config

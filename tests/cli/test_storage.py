@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from localrun.cli.bundle import Parts, bytes_of, files_of
 from localrun.cli.client import CliError
+from localrun.models.gguf import open_gguf
 from tests.cli.conftest import Run
 from tests.daemon import serving
 from tests.daemon.serving import Daemon
+from tests.models.build import Builder, Tensor
 from tests.store.conftest import tiny_gguf
 
 
@@ -144,3 +148,20 @@ def test_create_copy(daemon: Daemon, localrun: Run, tmp_path: Path) -> None:
     modelfile.write_text("FROM ./w.gguf\n")
     assert localrun("create", "copied", "-f", str(modelfile), "--copy").returncode == 0
     assert daemon.store.blobs.links() == {}
+
+
+def test_quantize(localrun: Run, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    data = np.random.default_rng(0).standard_normal(256 * 16).astype(np.float32).tobytes()
+    keys: list[tuple[str | bytes, str, Any]] = [("general.architecture", "string", "llama")]
+    source.write_bytes(Builder(keys=keys, tensors=[Tensor("blk.0.ffn_up.weight", (256, 16), 0, data)]).bytes())
+    done = localrun("quantize", str(source), str(target), "q6_K")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "quantizing to q6_K\nsuccess\n")
+    with open_gguf(target) as gguf:
+        assert gguf.tensors["blk.0.ffn_up.weight"].nbytes == 16 * 210
+    done = localrun("quantize", str(target), str(tmp_path / "again.gguf"), "q4_0")
+    assert done.returncode == 1 and done.stderr.startswith("Error: quantization is only supported for F16, BF16 and F32 models")
+    assert localrun("quantize", str(target), str(tmp_path / "again.gguf"), "q4_0", "--requantize").returncode == 0
+    assert "unsupported quantization type q9" in localrun("quantize", str(source), str(target), "q9").stderr
+    assert "is the file to read" in localrun("quantize", str(source), str(source), "q8_0").stderr
+    assert "no such file" in localrun("quantize", str(tmp_path / "x"), str(target), "q8_0").stderr

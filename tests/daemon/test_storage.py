@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from localrun.kernels_cpu.formats import FORMATS
+from localrun.models.gguf import open_gguf
 from localrun.store.hub import Web
 from tests.daemon import serving
 from tests.daemon.serving import Daemon
+from tests.models.build import Builder, Tensor
 from tests.store.conftest import tiny_gguf
 from tests.store.web import Hub
 
@@ -121,3 +126,25 @@ def test_create_copies_when_told_to(daemon: Daemon, tmp_path: Path) -> None:
     assert daemon.store.blobs.links() == {}
     path.unlink()
     assert daemon.store.get("mine").model_path.read_bytes() == tiny_gguf("mine")
+
+
+def test_create_quantizes_what_is_not_quantized(own: Daemon, tmp_path: Path) -> None:
+    source = tmp_path / "half.gguf"
+    keys: list[tuple[str | bytes, str, Any]] = [("general.architecture", "string", "llama"), ("general.file_type", "uint32", 1)]
+    data = np.random.default_rng(0).standard_normal(256 * 64).astype(np.float16).tobytes()
+    source.write_bytes(Builder(keys=keys, tensors=[Tensor("blk.0.ffn_up.weight", (256, 64), 1, data)]).bytes())
+    lines = own.lines("/api/create", {"model": "small", "from": str(source), "quantize": "q4_K_M"})
+    assert lines[-1]["status"] == "success"
+    assert [line for line in lines if line["status"] == "quantizing F16 model to Q4_K_M"][-1]["completed"] == 256 * 64
+    model = own.store.get("small")
+    assert model.config["file_type"] == "Q4_K_M" and model.model_path.stat().st_size < source.stat().st_size / 3
+    with open_gguf(model.model_path) as gguf:
+        assert FORMATS[gguf.tensors["blk.0.ffn_up.weight"].type].name == "Q4_K"
+    assert own.store.blobs.drafts(0) == []
+
+    again = own.http.post("/api/create", json={"model": "smaller", "from": "small", "quantization": "q4_0", "stream": False})
+    assert again.status_code == 400
+    assert "quantization is only supported for F16, BF16 and F32 models" in again.json()["error"]
+    wrong = own.http.post("/api/create", json={"model": "smaller", "from": "small", "quantize": "q9", "stream": False})
+    assert (wrong.status_code, own.store.blobs.drafts(0)) == (400, [])
+    assert wrong.json()["error"].startswith("unsupported quantization type q9 - supported types are F32, F16")

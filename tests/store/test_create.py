@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from localrun.api.options import OPTIONS
 from localrun.errors import BadRequest, LocalrunError, ModelFileRejected, ModelNotFound, Unsupported
+from localrun.models.gguf import open_gguf
 from localrun.store import CreateSpec, PullProgress, Store, modelfile_for, spec_from_modelfile
 from localrun.store.catalogue import Entry
 from localrun.store.modelfile import ModelfileError, decode
@@ -278,7 +279,7 @@ def test_values_survive_their_text(name: str, data: st.DataObject) -> None:
     assert (found if KINDS[name] == "strings" else found[0]) == value
 
 
-def test_a_split_file_is_refused_in_words(store: Store, tmp_path: Path) -> None:
+def test_a_split_file_becomes_one_blob(store: Store, tmp_path: Path) -> None:
     keys: list[Any] = [("general.architecture", "string", "llama"), ("split.no", "uint16", 0), ("split.count", "uint16", 2)]
     keys.append(("split.tensors.count", "int32", 2))
     first = Builder(keys=keys, tensors=[Tensor("a", (1,), 0, b"\0" * 4)]).bytes()
@@ -286,4 +287,7 @@ def test_a_split_file_is_refused_in_words(store: Store, tmp_path: Path) -> None:
     second = Builder(keys=keys, tensors=[Tensor("b", (1,), 0, b"\0" * 4)]).bytes()
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(first)
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(second)
-    refused(store, CreateSpec(gguf=tmp_path / "m-00001-of-00002.gguf"), Unsupported, "is one part of a split model")
+    store.create("joined", CreateSpec(gguf=tmp_path / "m-00001-of-00002.gguf"), lambda line: None)
+    with open_gguf(store.get("joined").model_path) as gguf:
+        assert list(gguf.tensors) == ["a", "b"] and "split.count" not in gguf.metadata
+    refused(store, CreateSpec(gguf=tmp_path / "m-00002-of-00002.gguf"), ModelFileRejected, "open the first part instead")
