@@ -338,7 +338,11 @@ def test_cutting_the_prompt_changes_no_bit(name: str, variant: str, cut: str) ->
     assert np.array_equal(got["whole"].view(np.uint32), got[cut].view(np.uint32))
 
 
-@pytest.mark.parametrize(("name", "variant"), [("llama", "q4_0"), ("llama-k", "q4_K"), ("gemma3", "q4_0"), ("llama-16", "f16")])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("llama", "q4_0"), ("llama-k", "q4_K"), ("gemma3", "q4_0"), ("llama-16", "f16"), ("mixtral", "q4_0"), ("gemma4-moe", "q8_0"),
+     ("phi3", "q4_0")],
+)
 @pytest.mark.parametrize("options", [{"pack": False}, {"pack": True}, {"n_threads": 1}, {"max_batch": 49}], ids=str)
 def test_no_setting_of_speed_changes_a_bit(name: str, variant: str, options: dict[str, Any]) -> None:
     """Packed or as the weights lie in the file, one thread or two, the model's rooms for rows."""
@@ -363,7 +367,10 @@ def test_threads_that_are_put_to_sleep_in_the_middle_change_no_bit() -> None:
         model.close()
 
 
-@pytest.mark.parametrize(("name", "variant"), [("llama", "q8_0"), ("gemma3", "q4_0")])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("llama", "q8_0"), ("gemma3", "q4_0"), ("gpt-oss", "mxfp4"), ("qwen3moe", "q8_0"), ("deepseek2", "q4_0"), ("mpt", "q4_0")],
+)
 def test_neighbours_in_a_batch_change_no_bit(name: str, variant: str) -> None:
     ref = reference_of(name, variant)
     whole = answers(name, variant)["whole"]
