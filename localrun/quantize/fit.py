@@ -151,7 +151,7 @@ def rounded(value: Any, low: Any, high: Any) -> int:
 
 
 @numba.njit(nogil=True)
-def half_bits(value: Any) -> int:
+def half_bits(value: Any) -> Any:
     """The bits of the nearest float16, ties to even; beyond its range the largest one."""
     bits = np.int64(_f(value).view(np.int32)) & 0xFFFFFFFF
     sign = (bits >> 16) & 0x8000

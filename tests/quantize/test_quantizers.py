@@ -88,7 +88,7 @@ def test_float16_as_numpy_rounds() -> None:
     values = every.view(np.float16).astype(np.float32)
     middles = (values[:-1] + values[1:]) / 2
     between = np.concatenate([values, middles, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(1e9))])
-    for value in np.concatenate([between[::7], -between[::11], np.float32([1e-30, 0, 65504, 65519.9])]):
+    for value in np.concatenate([between[::7], -between[::11], np.array([1e-30, 0, 65504, 65519.9], np.float32)]):
         expected = int(np.float32(value).astype(np.float16).view(np.uint16))
         assert half_bits(value) == expected or (expected & 0x7FFF == 0x7C00 and half_bits(value) & 0x7FFF == 0x7BFF), value
     for bits in (*range(0, 0x7C00, 13), *range(0x8000, 0xFC00, 17)):

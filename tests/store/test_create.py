@@ -287,7 +287,7 @@ def test_a_split_file_becomes_one_blob(store: Store, tmp_path: Path) -> None:
     second = Builder(keys=keys, tensors=[Tensor("b", (1,), 0, b"\0" * 4)]).bytes()
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(first)
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(second)
+    refused(store, CreateSpec(gguf=tmp_path / "m-00002-of-00002.gguf"), ModelFileRejected, "open the first part instead")
     store.create("joined", CreateSpec(gguf=tmp_path / "m-00001-of-00002.gguf"), lambda line: None)
     with open_gguf(store.get("joined").model_path) as gguf:
         assert list(gguf.tensors) == ["a", "b"] and "split.count" not in gguf.metadata
-    refused(store, CreateSpec(gguf=tmp_path / "m-00002-of-00002.gguf"), ModelFileRejected, "open the first part instead")
