@@ -130,7 +130,7 @@ class Team:
         self._follow = entry(addresses[KernelSpec("team", "follow")])
         self.n_threads = n_threads
         self._header = header
-        # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as the workers.
+        # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as it.
         self._library = library
         self._programs: list[NDArray[np.int64]] = []
         # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay; then, a cache line each, the last pass of each thread
