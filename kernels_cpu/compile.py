@@ -21,6 +21,7 @@ import importlib
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ from localrun.kernels_cpu.isa import Isa
 
 Progress = Callable[[str, int, int], None]
 COMPILE_TIMEOUT_S = 300
+KEEP_FOLDERS = 10
 ENTRY = "kernel"
 
 llvm.initialize_native_target()
@@ -310,6 +312,14 @@ def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[di
         answers.put({"name": "", "error": f"the compiling process ended: {error}"})
 
 
+def _forget_oldest(folder: Path) -> None:
+    """Removes the folders of earlier versions and settings beyond the KEEP_FOLDERS used last: each change of code or library leaves one."""
+    folders = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in folders[KEEP_FOLDERS:]:
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> Path:
     """Compiles, in parallel processes, those of `specs` that the cache does not hold undamaged. Returns the cache folder.
 
@@ -321,6 +331,8 @@ def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_work
     if not missing:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    _forget_oldest(folder)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for spec in missing:

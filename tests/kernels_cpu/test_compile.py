@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from localrun.kernels_cpu import compile, isa
-from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec, cache_folder, ensure_compiled
+from localrun.kernels_cpu.compile import KEEP_FOLDERS, CompileError, KernelLibrary, KernelSpec, cache_folder, ensure_compiled
 
 FOLLOW = KernelSpec("team", "follow")
 REPLAY = KernelSpec("team", "replay")
@@ -132,3 +133,13 @@ done:
 def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LOCALRUN_ISA=mmx: this machine executes .*generic"):
         isa.select("mmx")
+
+
+def test_only_the_folders_used_last_are_kept(tmp_path: Path) -> None:
+    folder = cache_folder(tmp_path, isa.select())
+    for age in range(KEEP_FOLDERS + 5):
+        old = folder.parent / f"old-{age}"
+        old.mkdir(parents=True)
+        os.utime(old, (1_000_000 - age, 1_000_000 - age))
+    KernelLibrary(isa.select(), tmp_path).load([KernelSpec("team", "replay")])
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, *(f"old-{age}" for age in range(KEEP_FOLDERS - 1))}
