@@ -21,6 +21,8 @@ from localrun.errors import LocalrunError
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
+INSTRUCTION_SETS = ("amx", "avx512", "avxvnni", "avx2", "neon", "generic")
+"""Names of kernels_cpu/isa.py, which knows what each is and whether this machine has it."""
 
 
 class BadSetting(LocalrunError):
@@ -143,6 +145,12 @@ def _kv_type(text: str) -> str:
     return text.lower()
 
 
+def _isa(text: str) -> str:
+    if text.lower() not in INSTRUCTION_SETS:
+        raise ValueError(f"{text!r} is not one of {', '.join(INSTRUCTION_SETS)}")
+    return text.lower()
+
+
 def _about(names: str, kind: str, description: str, parse: Callable[[str], Any], shown: str = "") -> dict[str, Any]:
     """What makes a field of `Settings` a row of the table: `names` are the variables, the first one goes first."""
     return {"variables": tuple(names.split()), "type": kind, "description": description, "parse": parse, "shown": shown}
@@ -206,6 +214,10 @@ class Settings:
         "LOCALRUN_NUM_THREAD", "number",
         "Threads a model computes with; 0 means the physical cores this process may use.",
         _whole(0, 4096), "0"))
+    isa: str = field(default="", metadata=_about(
+        "LOCALRUN_ISA", " | ".join(INSTRUCTION_SETS),
+        "Instruction set that kernels are compiled for; unset means the best one of this machine.",
+        _isa, "none"))
     origins: tuple[str, ...] = field(default=(), metadata=_about(
         "LOCALRUN_ORIGINS OLLAMA_ORIGINS", "list",
         "Web origins, beside those of this machine, whose pages may call the API; separated by commas, * stands for anything.",

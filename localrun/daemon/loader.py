@@ -261,6 +261,7 @@ class Loader:
             cache_dir=str(self._settings.cache),
             digest=wanted.digest,
             num_thread=resident.num_thread,
+            isa=self._settings.isa,
             kv_cache_type=self._settings.kv_cache_type,
             max_queue=self._settings.max_queue,
             model_name=wanted.name,

@@ -49,10 +49,12 @@ def load_parts(load: Load, progress: Progress) -> Parts:
     with open_gguf(path) as gguf:
         tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
         template = chat_template_for(gguf, load.template)
-    options = LoadOptions(n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir)
+    options = LoadOptions(
+        n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir, isa=load.isa
+    )
     try:
         model = load_model(path, options, progress)
-    except CompileError as error:
+    except (CompileError, ValueError) as error:
         raise LoadFailed(str(error)) from error
     return Parts(model, tokenizer, template)
 
