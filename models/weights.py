@@ -7,7 +7,6 @@ Vectors (norms, biases) are float32 with room up to a multiple of 16.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 
@@ -21,10 +20,10 @@ from localrun.kernels_cpu.pack import PACKINGS, Packing
 from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo
+from localrun.models.memory import HUGE_PAGE, anonymous
 from localrun.models.model import Progress
 from localrun.models.validate import BF16, F16, F32
 
-HUGE_PAGE = 2 << 20
 SPARE_MEMORY = 1 << 30
 """What must stay free beside repacked weights for the weights to be repacked unasked."""
 GROUPS_PER_CHUNK = 8
@@ -112,9 +111,7 @@ class Weights:
         self._arena: mmap.mmap | None = None
         self._next = self._end = 0
         if self.pack and size:
-            self._arena = mmap.mmap(-1, size + HUGE_PAGE)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a hint that not every system knows
-                self._arena.madvise(mmap.MADV_HUGEPAGE)
+            self._arena = anonymous(size + HUGE_PAGE)
             start = np.frombuffer(self._arena, np.uint8).ctypes.data
             self._next = -(-start // HUGE_PAGE) * HUGE_PAGE
             self._end = start + size + HUGE_PAGE

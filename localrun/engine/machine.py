@@ -6,7 +6,6 @@ Heavy: imports NumPy and LLVM.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import head, isa, measure
 from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
+from localrun.models.memory import HUGE_PAGE, anonymous
 
-HUGE_PAGE = 2 << 20
 CHUNK = 1 << 20
 """Bytes of memory that a thread takes at a time."""
 MEMORY = 1 << 30
@@ -65,9 +64,7 @@ class Yardstick:
     def read_bytes_s(self, nbytes: int = MEMORY, repeats: int = REPEATS) -> float:
         """Median speed of reading `nbytes` bytes, each once, on huge pages where the system has them."""
         nbytes = max(CHUNK, nbytes // CHUNK * CHUNK)
-        with contextlib.closing(mmap.mmap(-1, nbytes + HUGE_PAGE + 4096)) as memory:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a hint that not every system knows
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.closing(anonymous(nbytes + HUGE_PAGE + 4096)) as memory:
             array = np.frombuffer(memory, np.uint8)
             array[:] = 1
             start = -(-array.ctypes.data // HUGE_PAGE) * HUGE_PAGE
