@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 
 INSTRUCTION = 128
-"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 64 pass << 32 | next chunk, 72 chunks done."""
+"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 64 pass << 32 | next chunk,
+72 chunks done."""
 WORDS = INSTRUCTION // 8
 SPINS_BEFORE_YIELD = 4_000
 SPINS_BETWEEN_PASSES = 8_000
@@ -67,11 +68,14 @@ def replay(isa: Any) -> Any:
                 if (held >> 32) != epoch:
                     return
                 chunk = held & 0xFFFFFFFF
-                if chunk >= load_i64(row + 16):
+                left = load_i64(row + 16) - chunk
+                if left <= 0:
                     break
-                if compare_and_swap(row + 64, held, held + 1):
-                    call_kernel(load_i64(row), load_i64(row + 8), head, chunk, thread)
-                    atomic_add(row + 72, 1)
+                taken = min(left, load_i64(row + 32))
+                if compare_and_swap(row + 64, held, held + taken):
+                    for c in range(chunk, chunk + taken):
+                        call_kernel(load_i64(row), load_i64(row + 8), head, c, thread)
+                    atomic_add(row + 72, taken)
         # The caller reads what was computed as soon as this returns, so chunks that others still hold are waited for here too.
         finished(program, waited, n, epoch, yield_address)
 
@@ -144,8 +148,10 @@ class Team:
         for worker in self._workers:
             worker.start()
 
-    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
-        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks. Returns when all are done."""
+    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1) -> None:
+        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks, grains[i] of which a thread takes at once (small ones would cost
+        more to take than to do). Returns when all are done.
+        """
         epoch = int(self._state[0]) + 1
         if not any(known is program for known in self._programs):
             self._programs.append(program)
@@ -153,6 +159,7 @@ class Team:
         program[:, 8] = epoch << 32
         program[:, 9] = 0
         program[:, 2] = chunks
+        program[:, 4] = grains
         self._state[1] = program.ctypes.data
         self._state[2] = len(program)
         self._state[0] = epoch

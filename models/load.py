@@ -121,7 +121,7 @@ class RecordedModel:
         chunks = self._program.chunks(tokens, outputs, tiles, parts)
         if not outputs:
             chunks[self._program.logits] = 0
-        self._team.run(self._program.table, chunks)
+        self._team.run(self._program.table, chunks, self._program.grains(chunks, self.info.n_threads))
         return self._logits[:outputs, : self.info.n_vocab]
 
     def _parts(self, tokens: int, tiles: int, longest: int) -> int:

@@ -123,3 +123,8 @@ class Program:
         units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0], np.int64)
         chunks: NDArray[np.int64] = np.minimum(self.factor * units[self.rule], self.most)
         return chunks
+
+    def grains(self, chunks: NDArray[np.int64], n_threads: int) -> NDArray[np.int64]:
+        """How many chunks a thread takes at once: rows of tokens are small, so several, but a sixteenth of a thread's share at most."""
+        rows = np.isin(self.rule, (RULES.index("tokens"), RULES.index("outputs")))
+        return np.where(rows, np.maximum(1, chunks // (16 * n_threads)), 1)
