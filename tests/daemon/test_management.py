@@ -192,7 +192,7 @@ def test_create_refuses_what_it_cannot_do() -> None:
         spec(local=False, modelfile="FROM ./x.gguf", folder=str(Path.cwd()))
     assert spec(local=False, modelfile="FROM base").from_name == "base"
     field: str
-    for field in ("adapters", "quantize", "renderer", "parser", "remote_host", "info", "draft_files"):
+    for field in ("adapters", "renderer", "parser", "remote_host", "info", "draft_files"):
         with pytest.raises(Unsupported, match=f'"{field}" is not supported'):
             spec(from_="base", local=True, **{field: {"a": "b"} if field in ("adapters", "info", "draft_files") else "q4_0"})
 

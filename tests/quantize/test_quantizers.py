@@ -74,13 +74,16 @@ def test_a_block_does_not_depend_on_its_neighbours(name: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(-30, 4), st.sampled_from(TYPES))
+@given(st.integers(0, 2**32 - 1), st.floats(-30, 2), st.sampled_from(TYPES))
 def test_no_row_gains_more_than_its_range(seed: int, exponent: float, name: str) -> None:
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal((1, 256)) * rng.choice([0, 1, 1, 50], (1, 256)) * 10.0**exponent).astype(np.float32)
     found = there_and_back(name, x)
     assert np.isfinite(found).all()
-    assert np.abs(found - x).max() <= 1.1 * (np.abs(x).max() * 2 / STEPS[name] + 1e-5)
+    # Values up to 20,000: minimums are halves too, and a half ends at 65,504.
+    # A scale is a half, exact to 2**-25 where it is subnormal, and is multiplied by up to 127 * 32 (Q6_K's integer scale and quant).
+    subnormal = 127 * 32 * 2.0**-25
+    assert np.abs(found - x).max() <= 1.1 * (np.abs(x).max() * 2 / STEPS[name] + subnormal)
 
 
 def test_float16_as_numpy_rounds() -> None:
