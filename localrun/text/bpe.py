@@ -10,14 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 from localrun.models.errors import ModelFileError
-from localrun.text.merging import merge
+from localrun.text.merging import WordCache, merge
 from localrun.text.pretokenizers import Family, Splitter
 from localrun.text.utf8 import WHITESPACE, code_points
 from localrun.text.vocab import SPACE, Vocab
-
-_CACHED_WORD = 64
-"""Longest word, in characters, whose tokens are remembered."""
-_CACHED_WORDS = 50_000
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -47,7 +43,7 @@ class BytePairEncoder:
         if "" in self._ranks:
             problem = f"item {self._ranks['']} is empty, not two parts with a space between"
             raise ModelFileError(vocab.path, "tokenizer.ggml.merges", problem)
-        self._known: dict[str, list[int]] = {}
+        self._words = WordCache(self._encode_word)
 
     def encode(self, text: str, *, after_special: bool = True) -> list[int]:
         """Ids of `text`, whose bytes that are no UTF-8 are lone surrogates. after_special: not used by this kind."""
@@ -59,18 +55,7 @@ class BytePairEncoder:
             words = [word for word in words if word[0] not in WHITESPACE]
         elif self._family.space_before_words:
             words = _with_space_before(words)
-        known = self._known
-        out: list[int] = []
-        for word in words:
-            ids = known.get(word)
-            if ids is None:
-                ids = self._encode_word(word)
-                if len(word) <= _CACHED_WORD:
-                    if len(known) >= _CACHED_WORDS:
-                        known.clear()
-                    known[word] = ids
-            out += ids
-        return out
+        return self._words.encode(words)
 
     def _encode_word(self, word: str) -> list[int]:
         ids, family = self._ids, self._family

@@ -13,6 +13,10 @@ from itertools import pairwise
 _SHORT = 24
 """Up to this many symbols, looking through all pairs each time is faster than keeping a heap."""
 
+_CACHED_WORD = 64
+"""Longest word, in characters, whose tokens are remembered."""
+_CACHED_WORDS = 50_000
+
 Cost = Callable[[str, str], float | None]
 """Of two neighbouring symbols: how late they are joined (smaller is sooner), or None if never."""
 
@@ -73,3 +77,26 @@ def _merge_long(symbols: list[str], cost: Cost) -> list[str]:
             if c is not None:
                 heapq.heappush(heap, (c, h, len(symbols[h]), len(symbols[i])))
     return [symbol for symbol in symbols if symbol]
+
+
+class WordCache:
+    """Tokens of words, remembered: texts repeat their words, and merging is what costs."""
+
+    def __init__(self, encode_word: Callable[[str], list[int]]) -> None:
+        self._encode_word = encode_word
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, words: list[str]) -> list[int]:
+        """The tokens of all words, one after another."""
+        known = self._known
+        out: list[int] = []
+        for word in words:
+            ids = known.get(word)
+            if ids is None:
+                ids = self._encode_word(word)
+                if len(word) <= _CACHED_WORD:
+                    if len(known) >= _CACHED_WORDS:
+                        known.clear()
+                    known[word] = ids
+            out += ids
+        return out

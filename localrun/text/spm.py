@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 
-from localrun.text.merging import merge
+from localrun.text.merging import WordCache, merge
 from localrun.text.utf8 import is_utf8, raw_characters, to_bytes
 from localrun.text.vocab import SPACE, Vocab, neighbours_of_space
-
-_CACHED_WORD = 64
-_CACHED_WORDS = 50_000
 
 
 class SentencePieceEncoder:
@@ -26,7 +23,7 @@ class SentencePieceEncoder:
         self._space_prefix = vocab.add_space_prefix
         joined = neighbours_of_space(vocab.tokens)
         self._cut = re.compile(f"(?<=[^{SPACE}{re.escape(joined)}])(?={SPACE})")
-        self._known: dict[str, list[int]] = {}
+        self._words = WordCache(self._encode_word)
 
     def encode(self, text: str, *, after_special: bool = True) -> list[int]:
         """Ids of `text`, whose bytes that are no UTF-8 are lone surrogates.
@@ -38,18 +35,7 @@ class SentencePieceEncoder:
         text = text.replace(" ", SPACE)
         # A byte that is no UTF-8 may announce a character that takes in a space, so then there are no safe cuts.
         words = self._cut.split(text) if is_utf8(text) else [text]
-        known = self._known
-        out: list[int] = []
-        for word in words:
-            ids = known.get(word)
-            if ids is None:
-                ids = self._encode_word(word)
-                if len(word) <= _CACHED_WORD:
-                    if len(known) >= _CACHED_WORDS:
-                        known.clear()
-                    known[word] = ids
-            out += ids
-        return out
+        return self._words.encode(words)
 
     def _encode_word(self, word: str) -> list[int]:
         out: list[int] = []

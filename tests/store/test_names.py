@@ -63,7 +63,7 @@ def test_a_name_that_passes_stays_inside(text: str) -> None:
         name = Name.parse(text)
     except InvalidName:
         return
-    root = Path("/root/manifests")
+    root = Path("/store/manifests")
     path = root / name.path
     assert path.parts[: len(root.parts)] == root.parts and len(path.parts) == len(root.parts) + 4
     assert not {"", ".", ".."} & set(name.path.parts)
