@@ -163,6 +163,36 @@ class Evaluate(Struct, tag="evaluate", kw_only=True):
     """For each position, the token ids whose log-probability is wanted (a reference's)."""
 
 
+class Embed(Struct, tag="embed", kw_only=True):
+    """Vectors for texts, all of them in as few passes as fit: answered by `Embedded`. Exactly one of `texts` and `tokens` is set."""
+
+    request_id: str
+    texts: list[str] | None = None
+    tokens: list[list[int]] | None = None
+    """As they are, nothing added."""
+    normalize: bool = True
+    """Length 1 in the Euclidean norm."""
+    dimensions: int = 0
+    """Only the first so many values, taken before normalizing; 0: all."""
+    truncate: bool = True
+    """Whether a text longer than the context loses its end; otherwise it is an error (context_length_exceeded)."""
+    num_ctx: int = 0
+    """Most tokens of one text; 0: the model's own limit."""
+    priority: int = 0
+
+
+class Rank(Struct, tag="rank", kw_only=True):
+    """How well each document answers the query, by a model that was trained to say so: answered by `Ranked`."""
+
+    request_id: str
+    query: str
+    documents: list[str]
+    truncate: bool = True
+    """Whether a document that does not fit beside the query loses its end; otherwise it is an error."""
+    num_ctx: int = 0
+    priority: int = 0
+
+
 class Inspect(Struct, tag="inspect", kw_only=True):
     """How the engine stands: answered by `Inspected`."""
 
@@ -177,7 +207,7 @@ class Shutdown(Struct, tag="shutdown"):
     """Finish nothing, free everything, exit 0."""
 
 
-ToRunner = Load | Generate | Render | Tokenize | Detokenize | Evaluate | Inspect | Cancel | Shutdown
+ToRunner = Load | Generate | Embed | Rank | Render | Tokenize | Detokenize | Evaluate | Inspect | Cancel | Shutdown
 
 
 # ---- runner -> daemon ---------------------------------------------------------------------------------------------------------
@@ -204,7 +234,10 @@ class Loaded(Struct, tag="loaded", kw_only=True):
     num_thread: int
     has_template: bool
     capabilities: list[str]
+    """In Ollama's words: "completion", "tools", "thinking", "insert", "vision", "embedding"; and "rerank"."""
     load_s: float
+    n_embd: int = 0
+    """Width of the vectors that Embed gives."""
 
 
 class Started(Struct, tag="started", kw_only=True):
@@ -312,6 +345,26 @@ class Evaluated(Struct, tag="evaluated", kw_only=True):
     """For the `ids` asked for."""
 
 
+class Embedded(Struct, tag="embedded", kw_only=True):
+    request_id: str
+    n: int
+    width: int
+    data: bytes
+    """float32, little-endian, (n, width)."""
+    prompt_tokens: list[int]
+    """Of each text, as read."""
+    truncated: list[int] = []
+    """Which texts lost their end."""
+
+
+class Ranked(Struct, tag="ranked", kw_only=True):
+    request_id: str
+    scores: list[float]
+    """Of each document, in the order given: the model's own score, higher is better."""
+    prompt_tokens: list[int]
+    truncated: list[int] = []
+
+
 class Inspected(Struct, tag="inspected", kw_only=True):
     request_id: str
     running: int
@@ -334,7 +387,9 @@ class Inspected(Struct, tag="inspected", kw_only=True):
     """The latest few; see Started.near_miss."""
 
 
-FromRunner = LoadProgress | Loaded | Started | Piece | Finished | Failed | Rendered | Tokenized | Detokenized | Evaluated | Inspected
+FromRunner = (
+    LoadProgress | Loaded | Started | Piece | Finished | Failed | Embedded | Ranked | Rendered | Tokenized | Detokenized | Evaluated | Inspected
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_runner: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)

@@ -62,6 +62,12 @@ class ModelInfo:
     packed: bool
     isa: str
     n_threads: int
+    n_embd: int = 0
+    """Width of the vectors `embed` gives."""
+    pooling: str = ""
+    """How `embed` makes one vector of a sequence's: "mean", "cls", "last" or "rank" (one score); empty: as no file says, the last token's."""
+    causal: bool = True
+    """Whether a token sees only those before it. If not, `embed` is all the model can do, and a sequence must come whole in one pass."""
 
 
 class Model(Protocol):
@@ -76,6 +82,13 @@ class Model(Protocol):
         Returns float32 (total outputs, n_vocab), rows in span order; the memory is reused by the next call.
         A row's bits depend on its own sequence only, not on what else is in the batch.
         Raises ValueError when the spans hold more than max_batch rows.
+        """
+
+    def embed(self, spans: list[Span]) -> NDArray[np.float32]:
+        """Runs all spans, each a whole sequence from position 0, and pools each one's last hidden states as the file says.
+
+        Returns float32 (len(spans), n_embd), not normalized ((len(spans), 1) for "rank"). `outputs` is not looked at. The K/V go into the
+        spans' blocks as in `forward`. Raises ValueError when the spans hold more than max_batch rows.
         """
 
     def copy_block(self, source: int, target: int) -> None:
