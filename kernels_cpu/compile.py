@@ -2,8 +2,8 @@
 
 A kernel is made by a factory, `factory(isa, *params)`, that returns a function `f(args, head, chunk, thread)` of four int64 for Numba.
 Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one
-machine), and the object file is kept in a folder whose name is a hash of everything the code depends on: kernel sources, Numba, llvmlite
-and the CPU's features.
+machine), and the object file is kept under a name that holds a hash of everything the code depends on: the sources of the kernel's module
+and of what it imports, Numba, llvmlite and the CPU's features.
 Loading from the cache needs llvmlite only, neither Numba nor a compiler.
 
     void kernel(i64 args, i64 head, i64 chunk, i64 thread)
@@ -14,6 +14,7 @@ thread runs it (for scratch memory). What the arguments mean is said by each ker
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -39,6 +40,8 @@ from localrun.kernels_cpu.isa import Isa
 Progress = Callable[[str, int, int], None]
 COMPILE_TIMEOUT_S = 300
 KEEP_FOLDERS = 10
+KEEP_OBJECTS = 10
+"""Of one kernel, made from different sources."""
 ENTRY = "kernel"
 
 llvm.initialize_native_target()
@@ -236,22 +239,52 @@ def inspect_asm(spec: KernelSpec, isa: Isa, triple: str | None = None) -> str:
 
 
 @functools.cache
-def _fingerprint() -> str:
-    """Hash of everything machine code depends on besides the instruction set."""
-    from importlib.metadata import version
+def _fingerprint(module: str) -> str:
+    """Hash of the sources that a kernel of that module is made from: the module and, of this package, whatever it imports, directly or not.
 
+    So a change in one kernel leaves the objects of the others valid.
+    """
+    here = Path(__file__).parent
+    seen: dict[str, bytes] = {}
+    waiting = [module, "compile", "isa", *(path.stem for path in here.glob("isa_*.py"))]
+    while waiting:
+        name = waiting.pop()
+        path = here.joinpath(*name.split(".")).with_suffix(".py")
+        if not path.exists():
+            path = here.joinpath(*name.split("."), "__init__.py")
+        if name in seen or not path.exists():
+            continue
+        seen[name] = path.read_bytes()
+        waiting.extend(_imports(seen[name]))
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    digest.update(repr((version("numba"), llvmlite.__version__, sys.platform, sys.maxsize)).encode())
+    for name in sorted(seen):
+        digest.update(name.encode() + b"\0" + seen[name])
     return digest.hexdigest()[:16]
 
 
+def _imports(source: bytes) -> Iterator[str]:
+    """Modules of this package that a source names in an import, and names taken from them, which may be modules too."""
+    package = __name__.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix(f"{package}.") for alias in node.names if alias.name.startswith(f"{package}."))
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}."):
+            module = f"{node.module}.".removeprefix(f"{package}.")
+            yield module.rstrip(".")
+            yield from (module + alias.name for alias in node.names)
+
+
 def cache_folder(root: Path, isa: Isa) -> Path:
-    """Where object files for this instruction set are kept under `root`."""
-    cpu = hashlib.sha256(f"{isa.name} {isa.cpu} {isa.features}".encode()).hexdigest()[:12]
-    return root / "kernels" / f"{_fingerprint()}-{isa.name}-{cpu}"
+    """Where object files for this instruction set are kept under `root`, those of the installed Numba and llvmlite."""
+    from importlib.metadata import version
+
+    libraries = (version("numba"), llvmlite.__version__, sys.platform, sys.maxsize, isa.name, isa.cpu, isa.features)
+    return root / "kernels" / f"{isa.name}-{hashlib.sha256(repr(libraries).encode()).hexdigest()[:16]}"
+
+
+def object_path(root: Path, isa: Isa, spec: KernelSpec) -> Path:
+    """Where the kernel's object is kept under `root`, as it is made from the sources as they are now."""
+    return cache_folder(root, isa) / f"{spec.name}.{_fingerprint(spec.module)}.o"
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -313,23 +346,29 @@ def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[di
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Removes the folders of earlier versions and settings beyond the KEEP_FOLDERS used last: each change of code or library leaves one."""
+    """Removes the folders of earlier libraries and settings beyond the KEEP_FOLDERS used last, and objects of earlier sources likewise."""
+    versions: dict[str, list[Path]] = {}
+    for path in folder.glob("*.o"):
+        versions.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
+    for paths in versions.values():
+        for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[KEEP_OBJECTS:]:
+            old.unlink(missing_ok=True)
     folders = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in folders[KEEP_FOLDERS:]:
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> Path:
-    """Compiles, in parallel processes, those of `specs` that the cache does not hold undamaged. Returns the cache folder.
+def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> None:
+    """Compiles, in parallel processes, those of `specs` that the cache (see `object_path`) does not hold undamaged.
 
     progress: called with ('compiling kernels', done, total) as each one is finished.
     Raises CompileError naming the first kernel that failed.
     """
     folder = cache_folder(root, isa)
-    missing = [spec for spec in dict.fromkeys(specs) if _read(folder / f"{spec.name}.o") is None]
+    missing = [spec for spec in dict.fromkeys(specs) if _read(object_path(root, isa, spec)) is None]
     if not missing:
-        return folder
+        return
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     _forget_oldest(folder)
@@ -338,7 +377,7 @@ def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_work
     for spec in missing:
         jobs.put(
             {"name": spec.name, "module": spec.module, "factory": spec.factory, "params": list(spec.params), "isa": isa.name,
-             "path": str(folder / f"{spec.name}.o")}
+             "path": str(object_path(root, isa, spec))}
         )
     workers = [threading.Thread(target=_feed, args=(jobs, answers)) for _ in range(min(n_workers, len(missing)))]
     for worker in workers:
@@ -360,7 +399,6 @@ def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_work
         worker.join()
     if failures:
         raise CompileError(failures[0])
-    return folder
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------------------
@@ -379,9 +417,9 @@ class KernelLibrary:
     def load(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> dict[KernelSpec, int]:
         """Addresses of the kernels, compiling what is not cached. Raises CompileError."""
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._addresses]
-        folder = ensure_compiled(wanted, self.isa, self._root, n_workers=self._n_workers, progress=progress)
+        ensure_compiled(wanted, self.isa, self._root, n_workers=self._n_workers, progress=progress)
         for spec in wanted:
-            self._addresses[spec] = self._link(spec, folder / f"{spec.name}.o")
+            self._addresses[spec] = self._link(spec, object_path(self._root, self.isa, spec))
         return dict(self._addresses)
 
     def address(self, spec: KernelSpec) -> int:

@@ -388,7 +388,8 @@ class Inspected(Struct, tag="inspected", kw_only=True):
 
 
 FromRunner = (
-    LoadProgress | Loaded | Started | Piece | Finished | Failed | Embedded | Ranked | Rendered | Tokenized | Detokenized | Evaluated | Inspected
+    LoadProgress | Loaded | Started | Piece | Finished | Failed | Embedded | Ranked
+    | Rendered | Tokenized | Detokenized | Evaluated | Inspected
 )
 
 _encoder = msgspec.msgpack.Encoder()

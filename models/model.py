@@ -65,7 +65,7 @@ class ModelInfo:
     n_embd: int = 0
     """Width of the vectors `embed` gives."""
     pooling: str = ""
-    """How `embed` makes one vector of a sequence's: "mean", "cls", "last" or "rank" (one score); empty: as no file says, the last token's."""
+    """How `embed` makes a sequence's vector: "mean", "cls", "last" or "rank" (one score); empty: no file says so, the last token's."""
     causal: bool = True
     """Whether a token sees only those before it. If not, `embed` is all the model can do, and a sequence must come whole in one pass."""
 

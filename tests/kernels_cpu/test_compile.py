@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 
 from localrun.kernels_cpu import compile, isa
-from localrun.kernels_cpu.compile import KEEP_FOLDERS, CompileError, KernelLibrary, KernelSpec, cache_folder, ensure_compiled
+from localrun.kernels_cpu import compile as compiling
+from localrun.kernels_cpu.compile import (
+    KEEP_FOLDERS,
+    KEEP_OBJECTS,
+    CompileError,
+    KernelLibrary,
+    KernelSpec,
+    cache_folder,
+    ensure_compiled,
+    object_path,
+)
 
 FOLLOW = KernelSpec("team", "follow")
 REPLAY = KernelSpec("team", "replay")
@@ -39,7 +50,7 @@ def test_progress_counts_what_is_missing(cache: Path, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     ensure_compiled([REPLAY, FOLLOW, REPLAY], isa.select(), tmp_path, progress=lambda *step: steps.append(step))
     assert steps == [("compiling kernels", done, 2) for done in range(3)]
-    assert {path.name for path in cache_folder(tmp_path, isa.select()).iterdir()} == {"team-follow.o", "team-replay.o"}
+    assert set(cache_folder(tmp_path, isa.select()).iterdir()) == {object_path(tmp_path, isa.select(), spec) for spec in (FOLLOW, REPLAY)}
 
 
 def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
@@ -52,8 +63,8 @@ def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_object_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading one would end the process."""
-    whole = (cache_folder(cache, isa.select()) / "team-follow.o").read_bytes()
-    path = cache_folder(tmp_path, isa.select()) / "team-follow.o"
+    whole = object_path(cache, isa.select(), FOLLOW).read_bytes()
+    path = object_path(tmp_path, isa.select(), FOLLOW)
     path.parent.mkdir(parents=True)
     for damaged in (b"", whole[: len(whole) // 3], whole[:-1] + b"?"):
         path.write_bytes(damaged)
@@ -133,6 +144,40 @@ done:
 def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LOCALRUN_ISA=mmx: this machine executes .*generic"):
         isa.select("mmx")
+
+
+def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried on copies of the sources, one changed at a time; `compile` itself is part of every kernel."""
+    shutil.copytree(Path(compiling.__file__).parent, tmp_path / "sources")
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "sources" / "compile.py"))
+    modules = ("team", "attention", "experts")
+
+    def changed_by(source: str) -> set[str]:
+        compiling._fingerprint.cache_clear()
+        before = {module: compiling._fingerprint(module) for module in modules}
+        with (tmp_path / "sources" / source).open("a") as file:
+            file.write("\n# changed\n")
+        compiling._fingerprint.cache_clear()
+        return {module for module in modules if compiling._fingerprint(module) != before[module]}
+
+    try:
+        assert changed_by("kv.py") == {"attention"}
+        assert changed_by("experts.py") == {"experts"}
+        assert changed_by("formats/__init__.py") >= {"experts"}
+        assert changed_by("simd.py") == changed_by("isa_avx2.py") == changed_by("compile.py") == set(modules)
+    finally:
+        compiling._fingerprint.cache_clear()
+
+
+def test_only_the_latest_objects_of_a_kernel_are_kept(tmp_path: Path) -> None:
+    path = object_path(tmp_path, isa.select(), FOLLOW)
+    path.parent.mkdir(parents=True)
+    for age in range(KEEP_OBJECTS + 5):
+        old = path.with_name(f"team-follow.{age}.o")
+        old.write_bytes(b"")
+        os.utime(old, (1_000_000 - age, 1_000_000 - age))
+    ensure_compiled([REPLAY], isa.select(), tmp_path)
+    assert {old.name for old in path.parent.glob("team-follow.*")} == {f"team-follow.{age}.o" for age in range(KEEP_OBJECTS)}
 
 
 def test_only_the_folders_used_last_are_kept(tmp_path: Path) -> None:
