@@ -1,5 +1,5 @@
-"""`localrun create`: hands a Modelfile to the daemon, which reads it. The one thing done here is for a daemon on another machine: a file of
-this one that FROM names is sent there first."""
+"""`localrun create`: hands a Modelfile to the daemon, which reads it. The one thing done here is for a daemon on another machine: files of
+this one that FROM and ADAPTER name are sent there first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localrun.cli.client import Client, CliError, DaemonError, Json
 from localrun.cli.models import say
 from localrun.cli.progress import follow
 
-FROM_LINE = re.compile(r"^([ \t]*from[ \t]+)(.+?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
+FILE_LINE = re.compile(r"^([ \t]*(?:from|adapter)[ \t]+)(.+?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
 
 
 def create(
@@ -63,13 +63,13 @@ def read_modelfile(file: Path) -> tuple[str, Path]:
 
 
 def with_files_sent(client: Client, text: str, folder: Path) -> str:
-    """The Modelfile with each FROM that names a file here replaced by the digest under which the daemon has it now."""
+    """The Modelfile with each FROM and ADAPTER that names a file here replaced by the digest under which the daemon has it now."""
 
     def replaced(match: re.Match[str]) -> str:
         path = folder / Path(match[2].strip('"')).expanduser()
         return f"{match[1]}@{send(client, path)}" if path.is_file() else match[0]
 
-    return FROM_LINE.sub(replaced, text)
+    return FILE_LINE.sub(replaced, text)
 
 
 def send(client: Client, path: Path) -> str:

@@ -145,7 +145,7 @@ class CreateBody(ModelBody):
     parameters: dict[str, Any] = honoured({}, "Options that hold for every request unless it says otherwise.")
     messages: list[ChatMessage] = honoured([], "Messages that come before those of every conversation.")
     stream: bool = honoured(True, "Send progress, one JSON object a line; false: one object at the end.")
-    adapters: dict[str, str] = refused("LoRA adapters.", harmless=({},))
+    adapters: dict[str, str] = honoured({}, "LoRA adapters: file name to digest of a blob sent before.")
     quantize: str = honoured("", "Type to make the weights of, q4_K_M for instance; they must be F32, F16 or BF16 before.")
     quantization: str = honoured("", "Older name of the field `quantize`.")
     renderer: str = refused("Ollama's built-in prompt renderers; the template decides here.", harmless=("",))

@@ -23,7 +23,7 @@ from localrun.daemon.metrics import CONTENT_TYPE as METRICS_TYPE
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
 from localrun.messages import Inspect, Inspected
-from localrun.store import CreateSpec, PullProgress, StoredModel, modelfile, spec_from_modelfile
+from localrun.store import CreateSpec, PullProgress, StoredModel, spec_from_modelfile
 from localrun.store.blobs import Blobs, DigestMismatch
 from localrun.store.names import Name, check_digest
 
@@ -31,9 +31,6 @@ API_VERSION = "0.12.11"
 """The version of Ollama's API that clients may expect; some switch features on by it."""
 
 SERVER = "localrun"
-
-NO_FOLDER = Path("not-on-the-server")
-"""Where relative paths of clients on other machines lead: nowhere."""
 
 INSPECTION_S = 1.0
 """How long a runner may take to say how it stands."""
@@ -173,11 +170,9 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
     if body.modelfile:
         if body.from_ or body.files:
             raise BadRequest("modelfile takes the place of from and files; send one of them", param="modelfile")
-        if not local and any(one.name == "from" and Path(one.value).is_absolute() for one in modelfile.parse(body.modelfile)):
-            raise BadRequest("paths are taken from clients on this machine only; send the file to /api/blobs first", param="modelfile")
         if local and not Path(body.folder).is_absolute():
             raise BadRequest("folder: the absolute path of the Modelfile's folder is needed", param="folder")
-        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if local else NO_FOLDER)
+        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if local else None)
         origin: dict[str, Any] = {"from_name": spec.from_name, "gguf": spec.gguf, "gguf_digest": spec.gguf_digest}
     else:
         spec = CreateSpec()
@@ -195,6 +190,7 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
         parameters=spec.parameters | body.parameters,
         messages=spec.messages + [{"role": one.role, "content": one.content} for one in body.messages],
         license=spec.license + licenses,
+        adapters=[*spec.adapters, *body.adapters.values()],
     )
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from localrun.errors import BadRequest, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, describe, modelfile, parameters
+from localrun.store import adapters, catalogue, describe, modelfile, parameters
+from localrun.store.adapters import AdapterSource
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.merge import merge
 from localrun.store.modelfile import Instruction
@@ -53,6 +54,8 @@ class CreateSpec:
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
+    adapters: list[AdapterSource] = field(default_factory=list)
+    """LoRA adapters, after those that the model has already."""
 
 
 def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> None:
@@ -65,6 +68,9 @@ def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancel
 
     def bring() -> None:
         config, layers = _base(store, checked, progress, cancelled)
+        for source in checked.adapters:
+            layer = adapters.take_in(store, source, layers["model"][0].digest, checked.copy, progress, cancelled)
+            layers.setdefault("adapter", []).append(layer)
         if checked.quantize:
             config = _quantized(store, checked.quantize, config, layers, progress, cancelled)
         for kind, layer in _added(store, checked, layers):
@@ -161,6 +167,8 @@ def _take_in(store: Store, path: Path, copy: bool, progress: Progress, cancelled
         with open_gguf(path) as gguf:
             split = gguf.metadata.get("split.count", 1) > 1
             config = describe.config_of(gguf)
+            if adapters.is_adapter(gguf):
+                raise ModelFileRejected(f"{path} is an adapter; name it with ADAPTER, and its model with FROM", param="from")
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
     if path.resolve().parent == store.blobs.folder.resolve():
@@ -211,7 +219,6 @@ def _added(store: Store, spec: CreateSpec, base: dict[str, list[Layer]]) -> list
 # ---- Modelfiles -----------------------------------------------------------------------------------------------------------------
 
 _REFUSED = {
-    "adapter": "LoRA adapters are not supported yet",
     "draft": "draft models are not supported yet",
     "renderer": "Ollama's built-in renderers do not exist here; the template in the GGUF file, or TEMPLATE, decides",
     "parser": "Ollama's built-in parsers do not exist here; the template in the GGUF file, or TEMPLATE, decides",
@@ -230,6 +237,7 @@ def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -
     texts: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
     licenses: list[str] = []
+    added: list[AdapterSource] = []
     for one in modelfile.parse(text):
         if one.name in _REFUSED:
             raise Unsupported(f"line {one.line}, column {one.column}: {one.name.upper()} {one.value[:60]!r}: {_REFUSED[one.name]}")
@@ -243,12 +251,14 @@ def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -
             messages.append({"role": one.key, "content": one.value})
         elif one.name == "license":
             licenses.append(one.value)
+        elif one.name == "adapter":
+            added.append(_adapter(one, folder))
         else:
             texts[one.name] = one.value
     assert source is not None  # parse saw to it
     return CreateSpec(
         **_origin(source, folder), copy=copy, template=texts.get("template"), system=texts.get("system"), parameters=values,
-        messages=messages, license=licenses,
+        messages=messages, license=licenses, adapters=added,
     )  # fmt: skip
 
 
@@ -266,22 +276,40 @@ def _add_parameter(values: dict[str, Any], one: Instruction) -> None:
         values[one.key] = value
 
 
+def _adapter(one: Instruction, folder: Path | None) -> AdapterSource:
+    if _DIGEST.match(one.value):
+        return one.value.removeprefix("@")
+    path = _path(one, folder)
+    if path is None or not path.exists():
+        raise one.error(f"ADAPTER {one.value[:60]}: there is no file {path or one.value[:60]}")
+    return path
+
+
+def _path(one: Instruction, folder: Path | None) -> Path | None:
+    """The path that a value means; None: it is a path of another machine, if it is one."""
+    if folder is None:
+        if _LOOKS_LIKE_PATH.match(one.value) or one.name == "adapter":
+            raise one.error(f"{one.name.upper()}: paths are taken from clients on this machine only; send the file as a blob first")
+        return None
+    try:
+        path = folder / Path(one.value).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):
+        raise one.error(f"{one.name.upper()} {one.value[:60]!r} is no path") from None
+    return path
+
+
+_DIGEST = re.compile(r"@?sha256[:-]")
+_LOOKS_LIKE_PATH = re.compile(r"[.~]{1,2}[/\\]|[/\\]|[A-Za-z]:[/\\]|.*\.(?:gguf|safetensors|bin)$", re.IGNORECASE)
+
+
 def _origin(source: Instruction, folder: Path | None) -> dict[str, Any]:
     value = source.value
-    if re.match(r"@?sha256[:-]", value):
+    if _DIGEST.match(value):
         return {"gguf_digest": value.removeprefix("@")}
-    looks = re.match(r"[.~]{1,2}[/\\]|[/\\]|[A-Za-z]:[/\\]", value) or value.lower().endswith((".gguf", ".safetensors", ".bin"))
-    if folder is None:
-        if looks:
-            raise source.error("FROM: paths are taken from clients on this machine only; send the file as a blob first")
-        path, there = Path(), False
-    else:
-        try:
-            path = folder / Path(value).expanduser()
-            there = path.exists()
-        except (OSError, ValueError, RuntimeError):
-            raise source.error(f"FROM {value[:60]!r} is no path") from None
-    if there or looks:
+    path = _path(source, folder)
+    there = path is not None and path.exists()
+    if there or _LOOKS_LIKE_PATH.match(value):
         if not there:
             raise source.error(f"FROM {value}: there is no file {path}")
         return {"gguf": path}

@@ -178,6 +178,7 @@ def test_create_refuses_what_it_cannot_do() -> None:
     assert spec(from_="base").from_name == "base"
     assert spec(files={"a.gguf": "sha256:1"}).gguf_digest == "sha256:1"
     assert spec(from_="base", license="MIT").license == ["MIT"]
+    assert spec(from_="base", adapters={"a.gguf": "sha256:1", "b.gguf": "sha256:2"}).adapters == ["sha256:1", "sha256:2"]
     with pytest.raises(Unsupported, match="more than one file"):
         spec(files={"a": "1", "b": "2"})
     with pytest.raises(BadRequest, match="clients on this machine only"):
@@ -188,13 +189,13 @@ def test_create_refuses_what_it_cannot_do() -> None:
         spec(modelfile="FROM ./x.gguf")
     with pytest.raises(BadRequest, match="clients on this machine only"):
         spec(local=False, modelfile=f"FROM {Path('x.gguf').absolute()}")
-    with pytest.raises(BadRequest, match="there is no file"):
+    with pytest.raises(BadRequest, match="clients on this machine only"):
         spec(local=False, modelfile="FROM ./x.gguf", folder=str(Path.cwd()))
     assert spec(local=False, modelfile="FROM base").from_name == "base"
     field: str
-    for field in ("adapters", "renderer", "parser", "remote_host", "info", "draft_files"):
+    for field in ("renderer", "parser", "remote_host", "info", "draft_files"):
         with pytest.raises(Unsupported, match=f'"{field}" is not supported'):
-            spec(from_="base", local=True, **{field: {"a": "b"} if field in ("adapters", "info", "draft_files") else "q4_0"})
+            spec(from_="base", local=True, **{field: {"a": "b"} if field in ("info", "draft_files") else "q4_0"})
 
 
 def test_a_go_template_is_a_template(daemon: Daemon) -> None:

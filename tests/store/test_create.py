@@ -173,7 +173,6 @@ def test_from_as_path_name_and_digest(tmp_path: Path, gguf: Path) -> None:
         ("FROM a\nPARAMETER temperature hot", ModelfileError, r"^line 2, column 1: invalid float value \[hot\]"),
         ("FROM a\nPARAMETER use_mmap maybe", ModelfileError, r"^line 2, column 1: invalid bool value \[maybe\]"),
         ("FROM a\nPARAMETER colour red", ModelfileError, "^line 2, column 1: unknown parameter 'colour'"),
-        ("FROM a\nADAPTER ./lora", Unsupported, "^line 2, column 1: ADAPTER './lora': LoRA adapters are not supported yet"),
         ("FROM a\nDRAFT d", Unsupported, "^line 2, column 1: DRAFT"),
         ("FROM a\nRENDERER qwen3", Unsupported, "^line 2, column 1: RENDERER"),
         ("FROM a\nPARSER qwen3", Unsupported, "^line 2, column 1: PARSER"),
