@@ -1,31 +1,47 @@
 """How long a forward pass takes, learnt from the passes that were made. Knows rows and seconds only; uses no NumPy.
 
-seconds = f(rows) + c * attended + d * outputs, where f is piecewise linear between powers of two, `attended` is the number of (row, earlier
-position) pairs and `outputs` the number of rows whose logits are wanted. All parts are corrected after each pass by its error, in
-proportion to how much each took part (normalised least mean squares), so the model follows a machine that gets slower or faster, needs no
-history, and cannot diverge.
+seconds = f(rows) + c * attended + d * outputs, where f is linear between the knots, `attended` is the number of (row, earlier position)
+pairs and `outputs` the number of rows whose logits are wanted. f need not rise: kernels change with the number of rows, and 32 rows may
+cost less than 24. All parts are corrected after each pass by its error, in proportion to how much each took part (normalised least mean
+squares), so the model needs no history and cannot diverge; what lies far from that pass follows a little too, as a machine gets slower or
+faster as a whole.
+
+What has not been tried is thought cheap where it is a little larger than what has: such a pass is made soon, and is then known. A model
+that expected larger passes to cost in proportion would stay with small ones for ever, where every pass has to read all weights again.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from math import inf
 
 _PAIRS = 100_000.0
 """Pairs that count as one unit of the attention term: about a 64-row chunk in a context of 1,500."""
 _OUTPUTS = 16.0
 """Rows with logits that count as one unit."""
 _RATE = 0.3
+_DRIFT = 0.05
+"""Of a pass's relative error, what is taken for a change of the whole machine's speed."""
 _SURPRISE = 4.0
 """A pass this many times slower than expected is counted as so much slower only: a page fault or a suspended laptop is not a trend."""
+_HOPE = 1.5
+"""What has not been tried is thought to cost no more than a pass that has been with so many times fewer rows."""
+_SMALL = (1, 2, 3, 4, 6, 8, 9, 12, 15, 16, 24, 31)
+"""Where kernels work on 8 or 16 or 32 rows at a time, the first row of the next group may be dear."""
 
 
 class CostModel:
-    """Knots at 1, 2, 4, ... max_rows rows. Before the first pass nothing is known, and `first_chunk` rows are the guess."""
+    """Knots up to max_rows. Before the first pass nothing is known, and `first_chunk` rows are the guess."""
 
     def __init__(self, max_rows: int, first_chunk: int = 64) -> None:
         self.max_rows = max_rows
         self.first_chunk = min(first_chunk, max_rows)
-        self._knots = [1]
-        while self._knots[-1] < max_rows:
-            self._knots.append(min(2 * self._knots[-1], max_rows))
+        self._knots = [rows for rows in _SMALL if rows < max_rows]
+        rows = 32
+        while rows < max_rows:
+            self._knots += [r for r in (rows, rows + rows // 2) if r < max_rows]
+            rows *= 2
+        self._knots.append(max_rows)
         self._measured: list[float | None] = [None] * len(self._knots)
         self._seconds = [0.0] * len(self._knots)
         """At every knot: what was measured, or what follows from the knots around it."""
@@ -48,20 +64,28 @@ class CostModel:
         return base + self._per_pairs * attended / _PAIRS + self._per_outputs * outputs / _OUTPUTS
 
     def rows_within(self, seconds: float, rows: int, attended: int, outputs: int, per_row: int, most: int) -> int:
-        """How many rows without logits, each attending to `per_row` positions, can join a pass so that it stays within `seconds`.
+        """The most rows without logits, each attending to `per_row` positions, that can join a pass so that it stays within `seconds`: also
+        where fewer would not.
 
         0 when not even one can; at most `most`.
         """
         if not self.knows_something:
             return min(most, max(0, self.first_chunk - rows))
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.predict(rows + middle, attended + middle * per_row, outputs) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+
+        def fits(more: int) -> bool:
+            return self.predict(rows + more, attended + more * per_row, outputs) <= seconds
+
+        edges = [0, *(k - rows for k in self._knots if 0 < k - rows < most), most]
+        for low, high in zip(reversed(edges[:-1]), reversed(edges[1:]), strict=True):
+            if fits(high):
+                return high
+            if fits(low + 1):
+                low += 1
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (middle, high) if fits(middle) else (low, middle)
+                return low
+        return 0
 
     def observe(self, rows: int, attended: int, outputs: int, seconds: float) -> None:
         """A pass was made."""
@@ -76,38 +100,43 @@ class CostModel:
         else:
             expected = self.predict(rows, attended, outputs)
             error = min(seconds, expected * _SURPRISE) - expected
+            drift = 1.0 + _DRIFT * error / expected
             step = _RATE * error / ((1 - share) ** 2 + share**2 + pairs**2 + logits**2)
-            for knot, weight in ((low, 1 - share), (high, share)):
-                before = self._measured[knot]
-                if weight and before is not None:
-                    self._measured[knot] = max(1e-7, before + step * weight)
+            taking_part = {high: share, low: 1 - share}
+            for knot, before in enumerate(self._measured):
+                if before is not None:
+                    weight = taking_part.get(knot)
+                    self._measured[knot] = before * drift if weight is None else max(1e-7, before + step * weight)
             self._per_pairs = max(0.0, self._per_pairs + step * pairs)
             self._per_outputs = max(0.0, self._per_outputs + step * logits)
-        self._seconds = [self._at_knot(i) for i in range(len(self._knots))]
+        self._seconds = self._at_knots()
 
     def _around(self, rows: int) -> tuple[int, int, float]:
         """The two knots around `rows`, and how far it lies from the first to the second (0..1)."""
         rows = max(1, min(rows, self.max_rows))
-        low = rows.bit_length() - 1
-        if rows == self.max_rows:
-            low = len(self._knots) - 1
-        if self._knots[low] == rows:
-            return low, low, 0.0
-        high = low + 1
+        high = bisect_left(self._knots, rows)
+        if self._knots[high] == rows:
+            return high, high, 0.0
+        low = high - 1
         return low, high, (rows - self._knots[low]) / (self._knots[high] - self._knots[low])
 
-    def _at_knot(self, index: int) -> float:
-        """What was measured there; else between its measured neighbours; beyond the largest, that one's in proportion (pessimistic)."""
-        measured = self._measured[index]
-        if measured is not None:
-            return measured
-        known = [(self._knots[i], seconds) for i, seconds in enumerate(self._measured) if seconds is not None]
-        rows = self._knots[index]
-        below = max((k for k in known if k[0] < rows), default=None)
-        above = min((k for k in known if k[0] > rows), default=None)
-        if below is None:
-            return 0.0 if above is None else above[1]
-        if above is None:
-            return below[1] * rows / below[0]
-        share = (rows - below[0]) / (above[0] - below[0])
-        return below[1] * (1 - share) + above[1] * share
+    def _at_knots(self) -> list[float]:
+        """What is expected at every knot. Measured: that, but no more than the same rows would take in smaller passes, as measured (that
+        many passes can always be made in place of one). Between measured knots: a straight line. Beyond the largest: hopeful.
+        Before the smallest: as that.
+        """
+        known = [(rows, s) for rows, s in zip(self._knots, self._measured, strict=True) if s is not None]
+        expected = []
+        for rows, measured in zip(self._knots, self._measured, strict=True):
+            below = [k for k in known if k[0] < rows]
+            above = next((k for k in known if k[0] > rows), None)
+            most = min((s * -(-rows // n) for n, s in below), default=inf)
+            if measured is not None:
+                expected.append(min(measured, most))
+            elif above is not None:
+                n, s = below[-1] if below else (1, above[1])
+                share = (rows - n) / max(1, above[0] - n)
+                expected.append(min(s * (1 - share) + above[1] * share, most))
+            else:
+                expected.append(min((s * max(1.0, rows / (_HOPE * n)) for n, s in below), default=0.0))
+        return expected

@@ -19,6 +19,8 @@ LEVEL_S = 30.0
 """Seconds of waiting that one level of priority is worth."""
 MIN_CHUNK = 16
 """A prompt advances by this much even when the running streams alone take the step's whole time."""
+ALIGN_FROM = 128
+"""Chunks this large end where a block ends, so that another prompt with the same beginning can go on from there."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +212,14 @@ class Scheduler:
             return True
         room = min(seq.pending, self.max_rows - plan.rows, seq.max_chunk)
         per_row = seq.computed + room // 2
-        count = self.cost.rows_within(seconds, plan.rows, plan.attended, plan.outputs, per_row, room)
+        count = self._rows_within(plan, seconds, per_row, room)
         if count < min(room, MIN_CHUNK):
             if any(not s.completes or s.count > 1 for s in plan.slices):
                 return False
             count = min(room, MIN_CHUNK)
-        if count < seq.pending and count > MIN_CHUNK:
+            at_least = self.cost.predict(plan.rows + count, plan.attended + count * per_row, plan.outputs)
+            count = max(count, self._rows_within(plan, at_least, per_row, room))  # more rows, where they come at no more cost
+        if ALIGN_FROM <= count < seq.pending:
             count -= (seq.computed + count) % self.cache.pool.block_tokens
         while not self.cache.grow(seq, count):
             victim = self._victim(plan)
@@ -224,6 +228,9 @@ class Scheduler:
             self._preempt(plan, victim)
         plan.slices.append(Slice(seq, seq.computed, count))
         return True
+
+    def _rows_within(self, plan: Plan, seconds: float, per_row: int, most: int) -> int:
+        return self.cost.rows_within(seconds, plan.rows, plan.attended, plan.outputs, per_row, most)
 
     def _will_be_shared(self, plan: Plan, seq: Sequence) -> bool:
         """Whether this step computes, for another sequence, the block that this one needs next: then it waits a step and takes it from the

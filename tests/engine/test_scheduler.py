@@ -16,6 +16,13 @@ from localrun.errors import Busy
 from tests.engine.simulation import Simulation
 
 
+def tiles(plan: Plan) -> float:
+    """A 1.5B model on two cores with matrix instructions, as measured: nearly free up to 8 rows, dear from 9, groups of 16 from 16 on."""
+    rows = plan.rows
+    arithmetic = 0.003 * rows if rows <= 8 else 0.01 * rows if rows < 16 else 0.0025 * 16 * -(-rows // 16)
+    return 0.048 + arithmetic + plan.attended * 5e-8
+
+
 def fifty_ms(plan: Plan) -> float:
     return 0.05
 
@@ -92,7 +99,9 @@ def streams_and_a_long_prompt(target_s: float) -> Simulation:
 def test_a_long_prompt_does_not_stop_the_streams(target_s: float) -> None:
     simulation = streams_and_a_long_prompt(target_s)
     streams = simulation.requests[:3]
-    assert max(max(r.gaps) for r in streams) <= target_s * 1.1
+    gaps = sorted(gap for r in streams for gap in r.gaps)
+    assert gaps[-1] <= target_s * 1.5, "trying a larger pass goes no further than that"
+    assert sum(gap > target_s * 1.1 for gap in gaps) <= 3 * 4, "and is over soon"
     assert simulation.requests[3].done
 
 
@@ -101,8 +110,40 @@ def test_a_long_prompt_uses_the_time_there_is() -> None:
     simulation = streams_and_a_long_prompt(0.2)
     chunks = [s.count for plan in simulation.plans for s in plan.slices if s.count > 1 and s.seq is simulation.requests[3].seq]
     assert sum(chunks) == 2000
-    assert min(chunks[2:-1]) > 24
-    assert all(c % 16 == 0 for c in chunks[:-1]), "chunks end where blocks end"
+    assert min(chunks[4:-1]) > 24
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.3])
+def test_eight_at_once(apart_s: float) -> None:
+    """Chunks below the size from which the matrix instructions are used are soon left behind: eight prompts of 128 tokens and answers of 64
+    take little longer than their arithmetic in the best order, and the last first token comes soon after all prompts could be read."""
+    simulation = Simulation(tiles)
+    for i in range(8):
+        simulation.add(64, 128)
+        simulation.step()
+        while simulation.clock() < (i + 1) * apart_s:
+            simulation.step()
+    simulation.run()
+    reading, writing = 8 * (0.048 + 0.0025 * 128), 64 * (0.048 + 8 * 0.003)
+    assert simulation.clock() < 1.15 * (reading + writing) + 8 * apart_s / 2
+    assert max(r.token_times[0] for r in simulation.requests) < 1.45 * reading + 8 * apart_s
+    assert max(max(r.gaps) for r in simulation.requests) < 0.3
+
+
+def test_small_chunks_beside_streams_are_left_behind() -> None:
+    """The model has seen nothing but small passes, dear by the row, when a long prompt comes."""
+    simulation = Simulation(tiles)
+    for _ in range(6):
+        simulation.add(300, 4)
+    for _ in range(30):
+        simulation.step()
+    simulation.add(5, 2000)
+    simulation.run()
+    long = simulation.requests[6]
+    chunks = [s.count for plan in simulation.plans for s in plan.slices if s.seq is long.seq and s.count > 1]
+    assert max(chunks[:4]) >= 48, "after a few tries"
+    assert min(chunks[4:-1]) >= 32
+    assert max(max(r.gaps) for r in simulation.requests) < 0.4
 
 
 def test_a_prompt_alone_takes_larger_chunks() -> None:
@@ -111,7 +152,11 @@ def test_a_prompt_alone_takes_larger_chunks() -> None:
     simulation.run()
     chunks = [plan.rows for plan in simulation.plans]
     assert max(chunks) > 100
-    assert max(simulation.cost_model.predict(plan.rows, plan.attended, plan.outputs) for plan in simulation.plans) < 1.3
+    seconds = [laptop(plan) for plan in simulation.plans]
+    assert max(seconds) < 1.6
+    assert max(seconds[3:]) < 1.1
+    ends = [s.start + s.count for plan in simulation.plans for s in plan.slices if s.count > 128]
+    assert all(end % 16 == 0 for end in ends[:-1]), "large chunks end where blocks end"
 
 
 def test_streams_alone_slower_than_the_target_still_let_prompts_in() -> None:
