@@ -38,6 +38,8 @@ Nothing depends on the request's content type. The daemon serves the same as an 
 - `keep_alive` takes numbers in quotes.
 - Final objects carry `seed`, `cached_prompt_eval_count`, `queue_duration` and `first_token_duration` too; on `/v1`, `usage` has
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.
+- Texts that lost their end before they became vectors are named by index in `truncated`; on `/v1/embeddings` nothing is cut unless
+  `"truncate": true` asks for it. `/api/embeddings` gives vectors as the model does, the other two of length 1.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
 
 ## Errors

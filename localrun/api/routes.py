@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localrun.api import anthropic_schema, evaluate, openai_schema, responses_schema, schema, storage
+from localrun.api import anthropic_schema, evaluate, openai_schema, responses_schema, schema, storage, vectors_schema
 from localrun.api.fields import Body
 
 Family = Literal["ollama", "openai", "anthropic"]
@@ -58,8 +58,8 @@ ROUTES: list[Route] = [
     *_route("DELETE", "/api/delete", "delete", "ollama", schema.ModelBody, "Removes a model, and the files that no other model needs."),
     *_route("HEAD", "/api/blobs/{digest}", "blob_exists", "ollama", None, "Whether a file is in the store."),
     *_route("POST", "/api/blobs/{digest}", "blob_upload", "ollama", None, "Brings a file into the store, for /api/create.", raw=True),
-    *_route("POST", "/api/embed", "not_there", "ollama", None, "Not supported yet."),
-    *_route("POST", "/api/embeddings", "not_there", "ollama", None, "Not supported yet."),
+    *_route("POST", "/api/embed", "embed", "ollama", vectors_schema.EmbedBody, "Texts as vectors."),
+    *_route("POST", "/api/embeddings", "embeddings", "ollama", vectors_schema.EmbeddingsBody, "One text as a vector."),
     *_route("GET", "/api/status", "status", "ollama", None, "That there is no cloud."),
     *_route("POST", "/api/me", "no_account", "ollama", None, "That there are no accounts."),
     *_route("POST", "/api/signout", "no_account", "ollama", None, "That there are no accounts."),
@@ -67,7 +67,9 @@ ROUTES: list[Route] = [
     *_route("GET", "/v1/models/{model:path}", "v1_model", "openai", None, "One model of the store."),
     *_route("POST", "/v1/chat/completions", "v1_chat", "openai", openai_schema.ChatCompletionBody, "Answers a conversation."),
     *_route("POST", "/v1/completions", "v1_completions", "openai", openai_schema.CompletionBody, "Continues a text."),
-    *_route("POST", "/v1/embeddings", "not_there", "openai", None, "Not supported yet."),
+    *_route("POST", "/v1/embeddings", "v1_embeddings", "openai", vectors_schema.EmbeddingBody, "Texts or tokens as vectors."),
+    *_route("POST", "/v1/rerank", "rerank", "openai", vectors_schema.RerankBody, "How well documents answer a query."),
+    *_route("POST", "/rerank", "rerank", "openai", vectors_schema.RerankBody, "The same, where other servers have it."),
     *_route("POST", "/v1/audio/transcriptions", "not_there", "openai", None, "Not supported yet."),
     *_route("POST", "/v1/responses", "v1_responses", "openai", responses_schema.ResponsesBody, "Answers a conversation, in items."),
     *_route("POST", "/v1/messages", "v1_messages", "anthropic", anthropic_schema.MessagesBody, "Answers a conversation, Anthropic's way."),

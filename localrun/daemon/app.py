@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from localrun import __version__
 from localrun.api.routes import ROUTES, Route
-from localrun.daemon import evaluation, generation, management, runners, storage
+from localrun.daemon import evaluation, generation, management, runners, storage, vectors
 from localrun.daemon.exchange import Exchange, Handler
 from localrun.daemon.guard import Guard, error_shape
 from localrun.daemon.loader import Loader
@@ -84,7 +84,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
 
 def handler_of(route: Route) -> Handler:
     """The function that a route names."""
-    for module in (generation, management, evaluation, storage):
+    for module in (generation, management, evaluation, storage, vectors):
         found = getattr(module, route.handler, None)
         if found is not None:
             handler: Handler = found

@@ -43,11 +43,11 @@ async def generate(x: Exchange, body: GenerateBody) -> None:
     """POST /api/generate."""
     name = ollama.require_model(body)
     ollama.check_generate(body)
-    held = await _hold_for_ollama(x, body, name)
-    if held is None:
+    stored = await x.services.stored(name)
+    request = None if ollama.loads_only(body) else ollama.generate_request(body, await x.services.defaults(stored, name), x.id)
+    resident = await _hold_for_ollama(x, body, stored)
+    if request is None or resident is None:
         return
-    stored, resident = held
-    request = ollama.generate_request(body, await x.services.defaults(stored, name), x.id)
     await _answer_ollama(x, body, resident, request, ollama.OllamaReply(body.model, chat=False, with_context=not body.raw))
 
 
@@ -55,18 +55,19 @@ async def chat(x: Exchange, body: ChatBody) -> None:
     """POST /api/chat."""
     name = ollama.require_model(body)
     ollama.check_chat(body)
-    held = await _hold_for_ollama(x, body, name)
-    if held is None:
+    stored = await x.services.stored(name)
+    request = None if ollama.loads_only(body) else ollama.chat_request(body, await x.services.defaults(stored, name), x.id)
+    resident = await _hold_for_ollama(x, body, stored)
+    if request is None or resident is None:
         return
-    stored, resident = held
-    request = ollama.chat_request(body, await x.services.defaults(stored, name), x.id)
     await _answer_ollama(x, body, resident, request, ollama.OllamaReply(body.model, chat=True))
 
 
 async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
     """POST /v1/chat/completions."""
-    stored, resident = await _hold_for_openai(x, body)
+    stored = await x.services.stored(body.model)
     requests = openai.chat_requests(body, await x.services.defaults(stored, body.model), x.id)
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
     usage = body.stream_options is not None and body.stream_options.include_usage
     reply = openai.ChatReply(body.model, n=body.n, include_usage=usage)
     await _answer(x, resident, requests, reply, "sse" if body.stream else None, one_call=not body.parallel_tool_calls)
@@ -74,8 +75,9 @@ async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
 
 async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     """POST /v1/completions."""
-    stored, resident = await _hold_for_openai(x, body)
+    stored = await x.services.stored(body.model)
     requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
     echoes = []
     if body.echo:
         for number, prompt in enumerate(openai.prompts_of(body)):
@@ -92,10 +94,9 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
 
 async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
     """POST /v1/responses."""
-    responses.options_of(body)
     stored = await x.services.stored(body.model)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     request = responses.response_request(body, await x.services.defaults(stored, body.model), x.id)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     reply = responses.ResponseReply(body)
     await _answer(x, resident, [request], reply, "events" if body.stream else None, one_call=not body.parallel_tool_calls)
 
@@ -104,8 +105,8 @@ async def v1_messages(x: Exchange, body: MessagesBody) -> None:
     """POST /v1/messages."""
     anthropic.check(body)
     stored = await x.services.stored(body.model)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     request = anthropic.messages_request(body, await x.services.defaults(stored, body.model), x.id)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None, one_call=one_call)
 
@@ -114,8 +115,8 @@ async def count_tokens(x: Exchange, body: CountTokensBody) -> None:
     """POST /v1/messages/count_tokens."""
     anthropic.check(body)
     stored = await x.services.stored(body.model)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     request = anthropic.count_request(body, await x.services.defaults(stored, body.model), x.id)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
     rendered = await resident.runner.ask(x.id, Render(request=request))
     assert isinstance(rendered, Rendered)
     await x.json({"input_tokens": rendered.tokens})
@@ -153,10 +154,9 @@ async def hold(
     return resident
 
 
-async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, name: str) -> tuple[StoredModel, Resident] | None:
+async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, stored: StoredModel) -> Resident | None:
     """The model in memory, or None where the request asked for no more than that and has been answered."""
     keep_alive = keep_alive_seconds(body.keep_alive)
-    stored = await x.services.stored(name)
     if ollama.loads_only(body) and keep_alive == 0:
         await x.services.loader.unload(stored.model_path)
         await x.json(ollama.load_reply(body, "unload"))
@@ -167,7 +167,7 @@ async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, name: str
     else:
         resident = await hold(x, stored, num_thread, keep_alive)
     if not ollama.loads_only(body):
-        return stored, resident
+        return resident
     if x.has_begun:
         await x.chunks([ollama.load_reply(body, "load")])
         await x.end()
@@ -196,12 +196,6 @@ async def _hold_aloud(
     finally:
         steps.put_nowait(None)
         await saying
-
-
-async def _hold_for_openai(x: Exchange, body: ChatCompletionBody | CompletionBody) -> tuple[StoredModel, Resident]:
-    openai.options_of(body)
-    stored = await x.services.stored(body.model)
-    return stored, await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
 
 
 # ---- answering ----------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+POOLING_RANK = 4
+"""GGUF's pooling_type of a model whose one output is how well a document answers a query."""
+
 LONG_JOBS = 16
 """Pulls, creates and uploads at a time; one more waits."""
 
@@ -146,8 +149,9 @@ def _abilities(gguf: GGUFFile, override: str | None) -> tuple[tuple[str, ...], C
     from localrun.text.gochat import GoChatTemplate
     from localrun.text.template import TemplateError, chat_template_for
 
-    if any(key.endswith(".pooling_type") for key in gguf.metadata):
-        return ("embedding",), None
+    pooling = next((value for key, value in gguf.metadata.items() if key.endswith(".pooling_type")), None)
+    if pooling is not None:
+        return ("rerank" if pooling == POOLING_RANK else "embedding",), None
     infill = infill_of(gguf.metadata)
     fill: Callable[[str, str], str] | None = infill.fill if infill else None
     try:

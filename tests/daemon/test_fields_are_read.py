@@ -9,6 +9,8 @@ import pytest
 from localrun.api.fields import Body, use_of
 from localrun.api.reference import inner_bodies
 from localrun.api.routes import ROUTES
+from localrun.daemon.runners import Runner
+from localrun.messages import Embed, Embedded, FromRunner, Rank, Ranked, ToRunner
 from tests.daemon import serving
 from tests.daemon.serving import Daemon
 
@@ -65,6 +67,10 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("POST", "/v1/completions", {"model": "able", "prompt": ["x"], "stream_options": {}}),
+    ("POST", "/api/embed", {"model": "able", "input": "x"}),
+    ("POST", "/api/embeddings", {"model": "able", "prompt": "x"}),
+    ("POST", "/v1/embeddings", {"model": "able", "input": "x"}),
+    ("POST", "/v1/rerank", {"model": "ranker", "query": "x", "documents": [{"text": "x"}]}),
     ("POST", "/api/evaluate", {"model": "able", "text": "x", "window": 9, "stride": 3}),
     ("POST", "/api/tokenize", {"model": "able", "content": "x"}),
     ("POST", "/api/detokenize", {"model": "able", "tokens": [1]}),
@@ -161,6 +167,17 @@ def test_every_honoured_field_is_read(daemon: Daemon, monkeypatch: pytest.Monkey
             serving.TOOL_TEMPLATE + "<think>", {f"tokenizer.ggml.fim_{part}_token_id": ("uint32", 1) for part in ("pre", "suf", "mid")}
         ),
     )
+    daemon.add_model("ranker", serving.tiny_gguf(keys={"llama.pooling_type": ("uint32", 4)}))
+    ask = Runner.ask
+
+    async def asked(self: Runner, request_id: str, message: ToRunner) -> FromRunner:
+        if isinstance(message, Embed):
+            return Embedded(request_id=request_id, n=1, width=1, data=bytes(4), prompt_tokens=[1])
+        if isinstance(message, Rank):
+            return Ranked(request_id=request_id, scores=[0.0], prompt_tokens=[1])
+        return await ask(self, request_id, message)
+
+    monkeypatch.setattr(Runner, "ask", asked)
     monkeypatch.setattr(Body, "__getattribute__", watching)
     monkeypatch.setattr(type(daemon.store), "pull", lambda *anything, **more: None)
     for method, path, body in REQUESTS:
