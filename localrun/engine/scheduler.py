@@ -125,7 +125,7 @@ class Scheduler:
         for seq in sorted((s for s in self.running if s.is_decoding), key=_order):
             if seq.phase is Phase.RUNNING:
                 self._plan_token(plan, seq)
-        seconds = self.target_s if plan.slices else self.alone_s
+        seconds = self._time_for(plan)
         reading = sorted([s for s in self.running if not s.is_decoding] + self.waiting, key=_order)
         open_to_more = True
         for i, seq in enumerate(reading):
@@ -138,6 +138,15 @@ class Scheduler:
             if not self._plan_chunk(plan, seq, self._share(plan, seq, seconds, reading[i + 1 :])):
                 break
         return plan
+
+    def _time_for(self, plan: Plan) -> float:
+        """How long the step may take. Where the streams alone take most of the target, prompts get as much time again: with a few rows a
+        step they would cost the streams nearly as much, and never be read."""
+        if not plan.slices:
+            return self.alone_s
+        if not self.cost.knows(plan.rows):
+            return self.target_s
+        return max(self.target_s, 2 * self.cost.predict(plan.rows, plan.attended, plan.outputs))
 
     def _make_way(self, plan: Plan) -> None:
         """The first in the queue, when there is no room for it, takes the place of the last that runs with a lower priority."""

@@ -168,7 +168,8 @@ def test_streams_alone_slower_than_the_target_still_let_prompts_in() -> None:
     simulation.run()
     chunks = [s.count for plan in simulation.plans for s in plan.slices if s.seq is late.seq and s.count > 1]
     assert chunks[0] >= MIN_CHUNK
-    assert late.response_s < 0.6 * 13
+    assert late.response_s < 3, "prompts get as much time as the streams"
+    assert max(simulation.requests[0].gaps) < 1.1
 
 
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
