@@ -110,6 +110,10 @@ class Generate(Struct, tag="generate", kw_only=True):
     context: list[int] = []
     """Tokens of an earlier turn, put before the prompt (Ollama's deprecated `context`)."""
     tools: list[dict[str, Any]] | None = None
+    must_call: list[str] = []
+    """Names of tools, one of which the answer must call, with arguments that satisfy its schema; empty: as the model likes."""
+    parallel_tool_calls: bool = True
+    """With `must_call`: whether several calls may come."""
     format: str | dict[str, Any] | None = None
     """"json": an object; a JSON schema; {"regex": ...}; {"grammar": ...} in Lark's or llama.cpp's notation. None or "": free text."""
     think: bool | str | None = None
@@ -302,6 +306,8 @@ class Finished(Struct, tag="finished", kw_only=True):
     accepted_tokens: int = 0
     logprob: float = 0.0
     """With `score`: the sum over the answer's tokens, the end of the turn included."""
+    tool_problems: list[str] = []
+    """Why what looked like a tool call came as text, and where a call's arguments break the tool's schema."""
     draft_saved_s: float = 0.0
     """Estimated time that drafts have saved, less what checking them took."""
 

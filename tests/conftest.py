@@ -8,6 +8,11 @@ from pathlib import Path
 
 import platformdirs
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something of the machine, and nothing of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT.parent / "shared" / "conformance"

@@ -60,6 +60,17 @@ class Outcome:
     called_tools: bool = False
 
 
+def remarks(outcome: Outcome) -> dict[str, Any]:
+    """What every dialect says beside the answer, where there is something to say: why what looked like a tool call came as text, and where
+    arguments break a tool's schema; where a long prompt stopped agreeing with a cached one."""
+    result: dict[str, Any] = {}
+    if outcome.finished.tool_problems:
+        result["tool_call_problems"] = outcome.finished.tool_problems
+    if outcome.started.near_miss:
+        result["near_miss"] = outcome.started.near_miss
+    return result
+
+
 class Reply(Protocol):
     """A dialect's way to say an answer. Chunks are JSON-like objects, in the order they are sent.
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localrun.api.answer import Answer, Outcome, new_id
-from localrun.api.anthropic_schema import Block, CountTokensBody, MessagesBody, ResultPart, ToolIn
+from localrun.api.answer import Answer, Outcome, new_id, remarks
+from localrun.api.anthropic_schema import Block, CountTokensBody, MessagesBody, ResultPart, ToolChoice, ToolIn
 from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Generate, Message, Piece, Started, ToolCall
 
@@ -70,9 +71,12 @@ def _prompt(body: CountTokensBody, model: ModelDefaults) -> dict[str, Any]:
     system = system or model.system or ""
     if system:
         conversation.insert(0, Message(role="system", content=system))
+    tools, must_call = choose(_choice(body.tool_choice), [_tool(tool) for tool in body.tools], model.name, model.capabilities)
     return {
         "messages": conversation,
-        "tools": _tools(body, model) or None,
+        "tools": tools or None,
+        "must_call": must_call,
+        "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         "think": _think(body, model),
         "format": _format(body),
         "template": model.template,
@@ -126,15 +130,11 @@ def _result_text(part: ResultPart) -> str:
     return part.text
 
 
-def _tools(body: CountTokensBody, model: ModelDefaults) -> list[dict[str, Any]]:
-    choice = body.tool_choice
-    if not body.tools or (choice is not None and choice.type == "none"):
-        return []
-    if "tools" not in model.capabilities:
-        raise Unsupported(f"{model.name} does not support tools", param="tools")
-    if choice is not None and choice.type != "auto":
-        raise Unsupported(f'"tool_choice" {choice.type} {choice.name}'.rstrip() + " is not supported", param="tool_choice")
-    return [_tool(tool) for tool in body.tools]
+def _choice(choice: ToolChoice | None) -> str | dict[str, str] | None:
+    """In OpenAI's words."""
+    if choice is None or choice.type in ("auto", "none"):
+        return choice.type if choice is not None else None
+    return "required" if choice.type == "any" else {"type": "function", "name": choice.name}
 
 
 def _tool(tool: ToolIn) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class MessageReply:
         finished = outcome.finished
         usage = usage_of(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens)
         delta = {"stop_reason": stop_reason(outcome), "stop_sequence": finished.stop}
-        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}]
+        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage, **remarks(outcome)}]
 
     def ending(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
         return [{"type": "message_stop"}]
@@ -253,7 +253,7 @@ class MessageReply:
             content.append({"type": "text", "text": "".join(answer.text)})
         content += [{"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in answer.tool_calls]
         usage = usage_of(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens)
-        return self._message(content, stop_reason(outcomes[0]), finished.stop, usage)
+        return self._message(content, stop_reason(outcomes[0]), finished.stop, usage) | remarks(outcomes[0])
 
     def _message(self, content: Sequence[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from localrun.api.answer import Answer, Outcome
+from localrun.api.answer import Answer, Outcome, remarks
 from localrun.api.options import ModelDefaults, checked_options, merged, sampling
 from localrun.api.schema import ChatBody, ChatMessage, GenerateBody, Inference
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, Unsupported
@@ -284,7 +284,7 @@ class OllamaReply:
         }
         if finished.drafted_tokens:
             result |= {"drafted_tokens": finished.drafted_tokens, "accepted_tokens": finished.accepted_tokens}
-        return {**result, **dropped(outcome)}
+        return {**result, **dropped(outcome), **remarks(outcome)}
 
 
 def dropped(outcome: Outcome) -> Mapping[str, int]:

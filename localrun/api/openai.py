@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localrun.api.answer import Answer, Echo, Outcome, new_id
+from localrun.api.answer import Answer, Echo, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai_schema import Call, ChatCompletionBody, Common, CompletionBody, Part, TurnMessage
 from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Generate, Logprob, Message, Piece, Started, ToolCall
 
@@ -50,7 +51,7 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
     if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     _require_completion(model, "chat")
-    tools = tools_of(body, model)
+    tools, must_call = choose(body.tool_choice, body.tools, model.name, model.capabilities)
     think = think_of(body, model)
     conversation = [*model.messages, *read_messages(body.messages)]
     if model.system and conversation[0].role != "system":
@@ -63,6 +64,8 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
         request_id,
         max_tokens=most_tokens(most, body, model),
         tools=tools or None,
+        must_call=must_call,
+        parallel_tool_calls=body.parallel_tool_calls,
         template=model.template,
         think=think,
         template_kwargs=body.chat_template_kwargs,
@@ -107,20 +110,6 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if all(isinstance(item, int) for item in prompt):
         return [prompt]  # type: ignore[list-item]
     return list(prompt)  # type: ignore[arg-type]
-
-
-def tools_of(body: ChatCompletionBody, model: ModelDefaults) -> list[dict[str, Any]]:
-    """The tools that the model is shown. Raises Unsupported where tool_choice or the model forbids."""
-    choice = body.tool_choice
-    if choice == "none" or not body.tools:
-        if choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice needs tools", param="tool_choice")
-        return []
-    if "tools" not in model.capabilities:
-        raise Unsupported(f"{model.name} does not support tools", param="tools")
-    if choice not in (None, "auto"):
-        raise Unsupported(f'"tool_choice" {json.dumps(choice)} is not supported (only "auto" and "none" are)', param="tool_choice")
-    return body.tools
 
 
 def think_of(body: ChatCompletionBody, model: ModelDefaults) -> bool | str | None:
@@ -362,7 +351,7 @@ class ChatReply(_Reply):
         return [self._chunk(result)]
 
     def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
-        return [self._chunk({"index": choice, "delta": {}, "finish_reason": finish_reason(outcome)})]
+        return [self._chunk({"index": choice, "delta": {}, "finish_reason": finish_reason(outcome), **remarks(outcome)})]
 
     def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
         choices = []
@@ -373,7 +362,7 @@ class ChatReply(_Reply):
                 message["reasoning"] = "".join(answer.thinking)
             if answer.tool_calls:
                 message["tool_calls"] = tool_call_items(answer.tool_calls)
-            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish_reason(outcome)}
+            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish_reason(outcome), **remarks(outcome)}
             if answer.logprobs:
                 choice["logprobs"] = _chat_logprobs(answer.logprobs)
             choices.append(choice)
@@ -408,7 +397,7 @@ class CompletionReply(_Reply):
         return [self._chunk(self._choice(choice, piece.text, None, _completion_logprobs(piece.logprobs, offset)))]
 
     def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
-        return [self._chunk(self._choice(choice, "", finish_reason(outcome), None))]
+        return [self._chunk(self._choice(choice, "", finish_reason(outcome), None) | remarks(outcome))]
 
     def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
         choices = []
@@ -420,7 +409,7 @@ class CompletionReply(_Reply):
                 text = echo.text + text
             else:
                 logprobs = _completion_logprobs(answer.logprobs, 0)
-            choices.append(self._choice(index, text, finish_reason(outcome), logprobs))
+            choices.append(self._choice(index, text, finish_reason(outcome), logprobs) | remarks(outcome))
         return self._envelope(self.object_whole, choices) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}
 
     @staticmethod

@@ -40,6 +40,9 @@ Nothing depends on the request's content type. The daemon serves the same as an 
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.
 - Texts that lost their end before they became vectors are named by index in `truncated`; on `/v1/embeddings` nothing is cut unless
   `"truncate": true` asks for it. `/api/embeddings` gives vectors as the model does, the other two of length 1.
+- `tool_choice` (required, a function, allowed tools; Anthropic's any and tool) is enforced by a grammar of the model's own form of a call, so
+  the arguments satisfy the tool's schema. Where the model calls freely, `tool_call_problems` beside the answer says which arguments break a
+  schema, and why what looked like a call came as text.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
 
 ## Errors

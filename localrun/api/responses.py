@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localrun.api.answer import Answer, Outcome, new_id
+from localrun.api.answer import Answer, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai import DEFAULTS, error_body, think_level
 from localrun.api.options import ModelDefaults, checked_options, merged, sampling
 from localrun.api.responses_schema import ContentPart, Item, ResponsesBody, ResponseTool
+from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Generate, Logprob, Message, Overflow, Piece, Started, ToolCall
 
@@ -48,10 +49,13 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
     system = body.instructions or (model.system if conversation[0].role != "system" else None)
     if system:
         conversation.insert(0, Message(role="system", content=system))
+    tools, must_call = choose(body.tool_choice, [_tool(tool) for tool in body.tools], model.name, model.capabilities)
     return Generate(
         request_id=request_id,
         messages=conversation,
-        tools=_tools(body, model) or None,
+        tools=tools or None,
+        must_call=must_call,
+        parallel_tool_calls=body.parallel_tool_calls,
         think=think_level(body.reasoning.effort if body.reasoning else None, model, "reasoning"),
         format=_format(body),
         template=model.template,
@@ -108,19 +112,6 @@ def _call(item: Item) -> ToolCall:
     except ValueError:
         parsed = None
     return ToolCall(id=item.call_id, name=item.name, arguments=parsed if isinstance(parsed, dict) else item.arguments)
-
-
-def _tools(body: ResponsesBody, model: ModelDefaults) -> list[dict[str, Any]]:
-    if body.tool_choice == "none" or not body.tools:
-        if body.tool_choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice needs tools", param="tool_choice")
-        return []
-    if "tools" not in model.capabilities:
-        raise Unsupported(f"{model.name} does not support tools", param="tools")
-    if body.tool_choice not in (None, "auto"):
-        choice = json.dumps(body.tool_choice)
-        raise Unsupported(f'"tool_choice" {choice} is not supported (only "auto" and "none" are)', param="tool_choice")
-    return [_tool(tool) for tool in body.tools]
 
 
 def _tool(tool: ResponseTool) -> dict[str, Any]:
@@ -281,7 +272,7 @@ class ResponseReply:
         }
         cut = finished.reason == "length"
         response = self._response("incomplete" if cut else "completed", self.items, usage)
-        return response | {"seed": finished.seed, "incomplete_details": {"reason": "max_output_tokens"} if cut else None}
+        return response | remarks(outcome) | {"seed": finished.seed, "incomplete_details": {"reason": "max_output_tokens"} if cut else None}
 
     def _response(self, status: str, items: Sequence[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         body = self.body

@@ -6,19 +6,17 @@ it belongs to, so nothing of a stop string leaks, not even there.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 from localrun.engine.sampler import TokenLogprobs
 from localrun.messages import Logprob, TokenLogprob, ToolCall
+from localrun.text.arguments import ArgumentCheck
 from localrun.text.parts import CallPart, TextPart, ThinkingPart
 from localrun.text.reply import ReplyParser, mark_tokens
 from localrun.text.stops import StopMatcher
 from localrun.text.stream import StreamDecoder
 from localrun.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,11 +42,16 @@ class Shown:
 
 
 class Answer:
-    """`parser` tells thinking and tool calls from text; it sees what the stop strings leave. None: all is text."""
+    """`parser` tells thinking and tool calls from text; it sees what the stop strings leave. None: all is text. `check` looks at calls."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[str], parser: ReplyParser | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: list[str], parser: ReplyParser | None = None, check: ArgumentCheck | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._parser = parser
+        self._check = check
+        self.problems: list[str] = []
+        """Why what looked like a tool call is text, and what is wrong with a call's arguments."""
         self._decoder = StreamDecoder(tokenizer, special=mark_tokens(tokenizer, parser.marks) if parser is not None else False)
         self._stops = StopMatcher(stops)
         self._decoded = 0
@@ -90,11 +93,14 @@ class Answer:
                 case TextPart():
                     shown.text += part.text
                     if part.reason is not None:
-                        log.info("what looked like a tool call is given as text: %s", part.reason)
+                        self.problems.append(part.reason)
                 case ThinkingPart():
                     shown.thinking += part.text
                 case CallPart():
                     shown.tool_calls.append(part.call)
+                    problem = self._check.problem(part.call) if self._check is not None else ""
+                    if problem:
+                        self.problems.append(problem)
         return shown
 
     def _named(self, token: int, logprobs: TokenLogprobs) -> Logprob:

@@ -57,13 +57,21 @@ class GrammarCompiler:
         Raises Unsupported for a keyword of a schema that is not implemented, BadRequest for what is no schema, regex or grammar.
         """
         grammar, kind = _grammar(wanted)
+        return self._compiled(grammar, kind, "format")
+
+    def compile_calls(self, lark: str) -> Constraint:
+        """A reply that calls tools, as text/callgrammar.py writes it. Raises Unsupported for a keyword of a tool's schema that is not
+        implemented, BadRequest for what is no schema."""
+        return self._compiled(str(llguidance.LLMatcher.grammar_from_lark(lark)), "schema of a tool", "tools")
+
+    def _compiled(self, grammar: str, kind: str, param: str) -> Constraint:
         vocabulary = self._vocabulary()
         is_error, complaints = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
         if is_error:
             complaint = _one_line(complaints[0] if complaints else "it is not valid")
             if "nimplemented" in complaint or "nknown format" in complaint or "not supported" in complaint:
-                raise Unsupported(f"format: the {kind} asks for what is not supported: {complaint}", param="format")
-            raise BadRequest(f"format: the {kind} is not valid: {complaint}", param="format")
+                raise Unsupported(f"{param}: the {kind} asks for what is not supported: {complaint}", param=param)
+            raise BadRequest(f"{param}: the {kind} is not valid: {complaint}", param=param)
         return Constraint(llguidance.LLMatcher(vocabulary, grammar, log_level=0), self._n_vocab)
 
     def _vocabulary(self) -> Any:

@@ -19,9 +19,12 @@ from localrun.engine.sequence import SINK_TOKENS, Sequence
 from localrun.engine.speculate import Speculator
 from localrun.errors import BadRequest, ContextOverflow, Unsupported
 from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
+from localrun.text.arguments import ArgumentCheck
+from localrun.text.callgrammar import call_grammar
 from localrun.text.prompt import Prompt, build_prompt
 from localrun.text.reply import ReplyParser, reply_parser
 from localrun.text.thinking import thinking_marks
+from localrun.text.toolformats import tool_schemas
 
 if TYPE_CHECKING:
     from localrun.engine.gate import AfterThinking
@@ -67,7 +70,12 @@ class Intake:
         return Generation(
             seq,
             sampler,
-            Answer(self._tokenizer, _checked_strings(request.stop, "stop"), self._parser(request, prompt)),
+            Answer(
+                self._tokenizer,
+                _checked_strings(request.stop, "stop"),
+                self._parser(request, prompt),
+                ArgumentCheck(request.tools) if request.tools else None,
+            ),
             BannedStrings(_checked_strings(request.sampling.banned_strings, "banned_strings"), self._tokenizer.piece),
             self._tokenizer.eog_ids,
             n_logprobs=request.logprobs,
@@ -173,16 +181,33 @@ class Intake:
     def _constraint(self, request: Generate, prompt: Prompt) -> Constraint | AfterThinking | None:
         """What `format` asks for; of a model that thinks first, of what comes after."""
         wanted = request.format
-        if wanted is None or wanted == "":
+        if not wanted and not request.must_call:
             return None
-        constraint = self._grammars_of_this_model().compile(wanted)
         marks = thinking_marks(self._template(request).source) if self._is_chat(request) else None
+        if request.must_call:
+            constraint = self._grammars_of_this_model().compile_calls(self._call_grammar(request, marks is not None))
+        else:
+            constraint = self._grammars_of_this_model().compile(wanted or "json")
         begun = marks is not None and prompt.text.rstrip().endswith(marks.start.rstrip())
         if marks is None or not (begun or request.think is not False):
             return constraint
         from localrun.engine.gate import AfterThinking
 
         return AfterThinking(constraint, self._tokenizer, marks.start, marks.end, begun=begun)
+
+    def _call_grammar(self, request: Generate, thinks: bool) -> str:
+        """Raises BadRequest, Unsupported."""
+        if request.format:
+            raise BadRequest("format and a tool call that must come exclude each other", param="tool_choice")
+        tools = request.tools or []
+        unknown = next((name for name in request.must_call if name not in tool_schemas(tools)), None)
+        if unknown is not None:
+            raise BadRequest(f"tool_choice: there is no tool {unknown!r}", param="tool_choice")
+        template = self._template(request)
+        source = template.tool_source if template.tool_source is not None else template.source
+        return call_grammar(
+            source, tools, request.must_call, self._tokenizer, several=request.parallel_tool_calls, after_thinking=thinks
+        )
 
     def _grammars_of_this_model(self) -> GrammarCompiler:
         if self._grammars is None:

@@ -268,6 +268,7 @@ class Generation:
             dropped_tokens=seq.n_dropped,
             passes=self.n_passes,
             logprob=sum(self._scores) if self.scores else 0.0,
+            tool_problems=self.answer.problems,
             drafted_tokens=self.speculator.n_drafted if self.speculator else 0,
             accepted_tokens=self.speculator.n_accepted if self.speculator else 0,
             draft_saved_s=self.speculator.saved_s if self.speculator else 0.0,

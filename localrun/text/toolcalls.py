@@ -1,6 +1,9 @@
 """Tool calls in a reply that arrives in pieces. Text streams until a call is certain to have begun; a call comes when it is complete.
 
 What looks like a call and cannot be read comes back as the text it is, with the reason. How a family writes its calls is toolformats.py's.
+
+Small models forget their family's marks and begin the reply with the call's JSON, or with that in a Markdown fence (Qwen2.5-Coder does
+both): it is a call where it names a tool, and text where not.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any
 from localrun.messages import ToolCall
 from localrun.text.parts import CallPart, NewId, Part, TextPart, new_call_id
 from localrun.text.stops import overlap
-from localrun.text.toolformats import ToolFormat, tool_schemas
+from localrun.text.toolformats import Call, ToolFormat, read_json, tool_schemas
 
 _LONGEST_CALL = 1 << 20
 _LONGEST_HEAD = 256
@@ -37,6 +40,10 @@ class ToolCallParser:
         self._after_call = False
         self._may_begin = True
         """Whether a call without a mark may begin here: the reply does, or a call ended, or an ignored mark came."""
+        self._fence = ""
+        """The Markdown fence that stood before a call without a mark."""
+        self._fenced = False
+        """Whether a fence that a call stood in is still to be closed: it belongs to neither text nor call."""
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -68,7 +75,14 @@ class ToolCallParser:
         """Takes what is certain out of the buffer; returns whether more may be."""
         if self._start is not None:
             return self._inside(parts)
-        if not self._form.start and self._may_begin:
+        if self._fenced:
+            closing = _FENCE_END.match(self._buffer)
+            if closing:
+                self._buffer, self._fenced = self._buffer[closing.end() :], False
+                return True
+            if _FENCE_END_BEGUN.fullmatch(self._buffer):
+                return False
+        if self._may_begin:
             bare = self._bare()
             if bare is None:
                 return False
@@ -95,26 +109,29 @@ class ToolCallParser:
         """Whether a call without a mark begins here; None if that is not certain yet."""
         begun = self._buffer.lstrip(" \t\r\n;," if self._after_call else None)
         if not begun:
-            return None
-        match = _FIRST_KEY.match(begun)
+            return None if not self._form.start else False
+        fence = _FENCE.match(begun)
+        match = _FIRST_KEY.match(begun, fence.end() if fence else 0)
         if match is None:
-            return None if begun.startswith("{") and _FIRST_KEY_BEGUN.fullmatch(begun) else False
-        if match[1] not in _CALL_KEYS:
+            return None if _FIRST_KEY_BEGUN.fullmatch(begun) else False
+        if match[1] not in (_NAMING_KEYS if self._form.start else _CALL_KEYS):
             self._may_begin = False
             return False
         if not self._after_call:
             self._space += self._buffer[: len(self._buffer) - len(begun)]
-        self._buffer = begun
+        self._buffer = begun[match.start() :]
         self._begin("")
+        self._fence = begun[: match.start()]
         return True
 
     def _begin(self, mark: str) -> None:
         self._start = mark
+        self._fence = ""
         self._end = _JsonEnd()
         self._searched = 0
 
     def _inside(self, parts: list[Part]) -> bool:
-        if not self._form.end:
+        if not self._form.end or not self._start:
             end = self._end.of(self._buffer)
             if end is not None:
                 body, self._buffer = self._buffer[:end], self._buffer[end:]
@@ -131,11 +148,17 @@ class ToolCallParser:
         return len(self._buffer) > _LONGEST_CALL and self._give_up("it does not end", parts)
 
     def _first_end(self, start: int) -> tuple[int, str] | None:
+        if not self._start:
+            return None
         return min(((at, mark) for mark in self._form.end if (at := self._buffer.find(mark, start)) >= 0), default=None)
+
+    def _read(self, body: str) -> list[Call]:
+        read = self._form.read if self._start or not self._form.start else read_json
+        return read(body, self._tools)
 
     def _readable(self) -> bool:
         try:
-            self._form.read(self._buffer, self._tools)
+            self._read(self._buffer)
         except ValueError:
             return False
         return True
@@ -148,7 +171,7 @@ class ToolCallParser:
         """The call between its marks is read, or else is text."""
         start = self._start or ""
         try:
-            calls = self._form.read(body, self._tools)
+            calls = self._read(body)
             unknown = next((name for name, _, _ in calls if name not in self._tools), None)
             if not start and unknown is not None:
                 raise ValueError(f"there is no tool {unknown!r}")
@@ -158,6 +181,7 @@ class ToolCallParser:
         self._start = None
         self._space = ""
         self._after_call = self._may_begin = True
+        self._fenced = self._fenced or bool(self._fence)
         parts += [CallPart(ToolCall(id=call_id or self._new_id(), name=name, arguments=arguments)) for name, arguments, call_id in calls]
 
     def _give_up(self, reason: str, parts: list[Part]) -> bool:
@@ -166,7 +190,7 @@ class ToolCallParser:
         return True
 
     def _is_none(self, body: str, reason: str, parts: list[Part]) -> None:
-        text = self._space + (self._start or "").removesuffix(self._form.kept) + body
+        text = self._space + self._fence + (self._start or "").removesuffix(self._form.kept) + body
         self._start = None
         self._space = ""
         self._after_call = self._may_begin = False
@@ -179,13 +203,18 @@ class ToolCallParser:
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
-            self._after_call = self._may_begin = False
+            self._after_call = self._may_begin = self._fenced = False
             parts.append(TextPart(shown))
 
 
 _CALL_KEYS = ("name", "type", "function", "id", "parameters", "arguments", "tool_name")
+_NAMING_KEYS = ("name", "type", "function", "tool_name")
+"""First keys of a call in a family that has marks for one, and whose text would be held back for nothing."""
+_FENCE = re.compile(r"```(?:json)?\s*")
+_FENCE_END = re.compile(r"\s*```")
+_FENCE_END_BEGUN = re.compile(r"\s*`{0,2}")
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
-_FIRST_KEY_BEGUN = re.compile(r'\{\s*(?:"[^"\\]*)?')
+_FIRST_KEY_BEGUN = re.compile(r'(?:`{1,2}|```(?:j|js|jso)?|(?:```(?:json)?\s*)?(?:\{\s*(?:"[^"\\]*)?)?)')
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrun.api.fields import Body, accepted, honoured, parse, refused, use_of
@@ -112,7 +112,6 @@ _json = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([GenerateBody, ChatBody, CreateBody, ChatCompletionBody, CompletionBody]), st.data())
 def test_any_value_in_any_field_is_read_or_refused(cls: type[Body], data: st.DataObject) -> None:
     names = [field.alias or name for name, field in cls.model_fields.items()]

@@ -130,6 +130,78 @@ def test_tools_that_are_not_to_be_called(v1: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop" and choice.message.tool_calls is None and "<tool_call>" in (choice.message.content or "")
 
 
+ONE_OR_TWO = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+CHOSEN: Any = [{"type": "function", "function": {"name": name, "parameters": ONE_OR_TWO}} for name in ("one", "two")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"one", "two"}),
+        ({"type": "function", "function": {"name": "two"}}, {"two"}),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CHOSEN[0]]}}, {"one"}),
+    ],
+)
+def test_a_call_that_must_come(v1: openai.OpenAI, choice: Any, names: set[str], stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tooled", "messages": ASK, "tools": CHOSEN, "tool_choice": choice, "parallel_tool_calls": False}
+    if stream:
+        chunks = list(v1.chat.completions.create(**asked, stream=True))
+        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        (answered,) = v1.chat.completions.create(**asked).choices
+        (call,), reason = answered.message.tool_calls, answered.finish_reason
+        assert not answered.message.content
+    assert call.function.name in names and json.loads(call.function.arguments)["x"] in (1, 2) and reason == "tool_calls"
+
+
+def test_a_call_that_must_come_in_the_other_dialects(v1: openai.OpenAI, calling: Daemon) -> None:
+    items: Any = [{"type": "function", **tool["function"], "strict": True} for tool in CHOSEN]
+    answer: Any = v1.responses.create(
+        model="tooled", input="?", tools=items, tool_choice={"type": "function", "name": "two"}, parallel_tool_calls=False
+    )
+    assert [(item.type, item.name) for item in answer.output] == [("function_call", "two")]
+    blocks: Any = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in CHOSEN]
+    with anthropic.Anthropic(base_url=calling.url, api_key="x", max_retries=0) as client:
+        for choice, names in (({"type": "any"}, ("one", "two")), ({"type": "tool", "name": "one"}, ("one",))):
+            wanted: Any = {**choice, "disable_parallel_tool_use": True}
+            message = client.messages.create(model="tooled", max_tokens=500, messages=ASK, tools=blocks, tool_choice=wanted)
+            (block,) = message.content
+            assert message.stop_reason == "tool_use" and block.type == "tool_use" and block.name in names
+            assert isinstance(block.input, dict) and block.input["x"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        ({"type": "function", "function": {"name": "three"}}, 'there is no tool "three"'),
+        ("must", "tool_choice: "),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "tool_choice: "),
+        ({"type": "custom", "custom": {"name": "one"}}, "tool_choice: "),
+    ],
+)
+def test_choices_that_are_none(v1: openai.OpenAI, choice: Any, problem: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        v1.chat.completions.create(model="tooled", messages=ASK, tools=CHOSEN, tool_choice=choice)
+    assert caught.value.param == "tool_choice" and problem in str(caught.value)
+
+
+def test_arguments_that_break_the_schema_are_said(calling: Daemon, v1: openai.OpenAI) -> None:
+    numbered = {"type": "function", "function": {**WEATHER["function"], "parameters": {"properties": {"city": {"type": "integer"}}}}}
+    final = calling.lines("/api/chat", {"model": "tooled", "messages": ASK, "tools": [numbered]})[-1]
+    assert final["tool_call_problems"] == [
+        f'the arguments of weather.city break its schema: "{city}" is not of type "integer"' for city in ("서울", "Paris")
+    ]
+    asked: Any = {"model": "tooled", "messages": ASK, "tools": [numbered]}
+    (choice,) = v1.chat.completions.create(**asked).choices
+    assert choice.model_extra["tool_call_problems"] == final["tool_call_problems"] and len(choice.message.tool_calls) == 2
+    last = list(v1.chat.completions.create(**asked, stream=True))[-1].choices[0]
+    assert last.model_extra is not None and last.model_extra["tool_call_problems"] == final["tool_call_problems"]
+    fine = calling.lines("/api/chat", {"model": "tooled", "messages": ASK, "tools": [WEATHER]})[-1]
+    assert "tool_call_problems" not in fine
+
+
 def test_responses_calls(v1: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"], "strict": False}
     answer = v1.responses.create(model="tooled", input="How is the weather?", tools=[tool])

@@ -117,6 +117,13 @@ def test_calls_as_the_templates_write_them(shared: Path, name: str, cuts: list[i
         ("hermes", "<tool_call>{'name': 'add', 'arguments': {'a': True}}</tool_call>", [("add", {"a": True})]),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"note": "a\nb"}}</tool_call>', [("add", {"note": "a\nb"})]),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})]),
+        ("hermes", '{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})]),
+        ("hermes", '```json\n{"name": "add", "arguments": {"a": 1}}\n```', [("add", {"a": 1})]),
+        ("hermes", '```\n{"name": "add"}\n{"name": "add", "arguments": {"a": 1}}\n```\nDone.', [("add", {}), ("add", {"a": 1}), "Done."]),
+        ("hermes", '```json\n{"a": 1}\n```', ['```json\n{"a": 1}\n```']),
+        ("hermes", "```\ncode\n```\n", ["```\ncode\n```\n"]),
+        ("hermes", 'As asked: {"name": "add"}', ['As asked: {"name": "add"}']),
+        ("qwen3-coder", '{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})]),
         ("hermes", "a < b <tool b", ["a < b <tool b"]),
         ("hermes", " spaced \n", [" spaced \n"]),
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
@@ -160,6 +167,7 @@ def test_calls(form: str, reply: str, parts: list[Any], cuts: list[int]) -> None
             "no JSON",
         ),
         ("llama3", '{"name": "unknown", "parameters": {}}', [("none", '{"name": "unknown", "parameters": {}}')], "no tool 'unknown'"),
+        ("hermes", '```json\n{"name": "Bob", "age": 3}\n```', [("none", '```json\n{"name": "Bob", "age": 3}'), "\n```"], "no tool 'Bob'"),
         ("mistral", "[TOOL_CALLS]add and so on, with no brace " + "x" * 300, None, "no JSON"),
         ("gemma", "<|tool_call>call:add{a:1<tool_call|>", None, "missing"),
         ("lfm2", "<|tool_call_start|>[add(1)]<|tool_call_end|>", None, "named arguments"),
@@ -180,7 +188,7 @@ def test_what_is_no_call_is_text_with_a_reason(form: str, reply: str, parts: lis
 
 BITS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "add", "}", "{", '"', "\\"]
 BITS += ['{"name": "add"', ', "arguments": {}', "[", "]", " ", "\n", ";", "text", "<tool", "function=", "<function=add>"]
-BITS += ["</function>", "<think>", "```"]
+BITS += ["</function>", "<think>", "```", "```json\n", '{"name": "add"}']
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
