@@ -133,6 +133,10 @@ class Generate(Struct, tag="generate", kw_only=True):
     """Seconds from its arrival in the runner after which the request ends with an error; 0: none."""
     score: bool = False
     """Whether the sum of the answer's log-probabilities is wanted (`Finished.logprob`), to choose the best of several answers."""
+    adapters: list[str] = []
+    """LoRA files (GGUF) whose changes to the weights add up, for this request only."""
+    adapter_scale: float = 1.0
+    """Factor of what they add."""
     draft_num_predict: int = -1
     """Most tokens guessed ahead from the text's own past. Below 0: as many as pay, by measurement; 0: none. Never changes the answer."""
 
@@ -165,6 +169,8 @@ class Evaluate(Struct, tag="evaluate", kw_only=True):
     """How many of the likeliest tokens to report at each position, besides `ids`."""
     ids: list[list[int]] | None = None
     """For each position, the token ids whose log-probability is wanted (a reference's)."""
+    adapters: list[str] = []
+    adapter_scale: float = 1.0
 
 
 class Embed(Struct, tag="embed", kw_only=True):

@@ -5,6 +5,7 @@ Heavy: imports NumPy and LLVM; belongs into a runner process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, head, isa, kv, team
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary
+from localrun.models.adapters import Adapters
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
+from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
 from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
-from localrun.models.program import Memory, Program, room
+from localrun.models.program import Program, room
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Weights
@@ -47,7 +50,7 @@ class RecordedModel:
         library: KernelLibrary,
         crew: team.Team,
         header: NDArray[np.int64],
-        memory: Memory,
+        recorder: Recorder,
         weights: Weights,
         tables: list[AngleTable],
     ) -> None:
@@ -56,7 +59,8 @@ class RecordedModel:
         self._library = library
         self._team = crew
         self._header = header
-        self._memory = memory
+        self._recorder = recorder
+        self._adapters: Adapters | None = None
         self._weights: Weights | None = weights
         self._tables = tables
         self._kv = np.zeros(0, np.uint8)
@@ -107,6 +111,8 @@ class RecordedModel:
             starts = np.arange(row, row + n, attention.TILE_ROWS)
             self._tiles[tiles : tiles + len(starts), 0] = starts
             self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
+            if self._adapters is not None:
+                self._adapters.assign(row, n, span.adapter, span.adapter_scale)
             row += n
             outputs += len(span.outputs)
             tiles += len(starts)
@@ -121,6 +127,8 @@ class RecordedModel:
         chunks = self._program.chunks(tokens, outputs, tiles, parts)
         if not outputs:
             chunks[self._program.logits] = 0
+        if self._adapters is not None:
+            self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
         self._team.run(self._program.table, chunks, self._program.grains(chunks, self.info.n_threads))
         return self._logits[:outputs, : self.info.n_vocab]
 
@@ -145,6 +153,8 @@ class RecordedModel:
             raise ValueError(f"a context of {span.start + n} tokens; this model as supported handles {self._program.max_positions}")
         if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
             raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
+        if span.adapter and not (self._adapters and self._adapters.knows(span.adapter)):
+            raise ValueError(f"there is no adapter {span.adapter}")
         if len(span.outputs) and (span.outputs.min() < 0 or span.outputs.max() >= n):
             raise ValueError("an output row outside its span")
 
@@ -153,6 +163,31 @@ class RecordedModel:
             size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
             self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
             self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
+
+    def read_adapter(self, paths: Sequence[Path | str]) -> Adapter:
+        """See Model."""
+        if self._weights is None:
+            raise RuntimeError("the model is closed")
+        return read_adapter(paths, self._weights.gguf, {site.tensor for site in self._recorder.sites})
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """See Model. The first one replaces the program by one with an instruction beside each matrix."""
+        if self._weights is None:
+            raise RuntimeError("the model is closed")
+        if self._adapters is None:
+            adapters = Adapters(self.info.max_batch + SPARE_ROWS)
+            program = self._recorder.finish(adapters)
+            addresses = self._library.load(program.kernels)
+            program.table[:, 0] = [addresses[spec] for spec in program.kernels]
+            program.args[program.logits, LOGITS_ADDRESS] = self._program.args[self._program.logits, LOGITS_ADDRESS]
+            adapters.use(program)
+            self._program, self._adapters = program, adapters
+        return self._adapters.add(adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        """See Model."""
+        if self._adapters is not None:
+            self._adapters.remove(number)
 
     def copy_block(self, source: int, target: int) -> None:
         """See Model."""
@@ -167,6 +202,7 @@ class RecordedModel:
             self._kv = np.zeros(0, np.uint8)
             self._weights.close()
             self._weights = None
+            self._adapters = None
 
 
 def load_model(path: str | Path, options: LoadOptions, progress: Progress | None = None) -> RecordedModel:
@@ -220,4 +256,4 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         isa=chosen.name,
         n_threads=n_threads,
     )
-    return RecordedModel(info, program, library, crew, header, recorder.memory, weights, [AngleTable(rope) for rope in ropes])
+    return RecordedModel(info, program, library, crew, header, recorder, weights, [AngleTable(rope) for rope in ropes])

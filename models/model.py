@@ -5,15 +5,21 @@ A model knows token ids, positions and KV blocks. It knows nothing of text, requ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from localrun.models.lora import Adapter
+
 BLOCK_TOKENS = 16
 """Tokens a KV block holds."""
+MAX_ADAPTERS = 63
+"""Adapters that a model holds at a time."""
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)"""
@@ -25,13 +31,16 @@ class Span:
 
     tokens: int32 (n,); start: position of the first of them, all earlier positions being in the KV cache already;
     block_table: int32 (ceil((start + n) / BLOCK_TOKENS),) pool block of each BLOCK_TOKENS positions;
-    outputs: int32 indices into `tokens` whose logits are wanted (empty: none).
+    outputs: int32 indices into `tokens` whose logits are wanted (empty: none);
+    adapter: what `add_adapter` returned, 0: none; adapter_scale: factor of what it adds.
     """
 
     tokens: NDArray[np.int32]
     start: int
     block_table: NDArray[np.int32]
     outputs: NDArray[np.int32]
+    adapter: int = 0
+    adapter_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,21 @@ class Model(Protocol):
         Returns float32 (len(spans), n_embd), not normalized ((len(spans), 1) for "rank"). `outputs` is not looked at. The K/V go into the
         spans' blocks as in `forward`. Raises ValueError when the spans hold more than max_batch rows.
         """
+
+    def read_adapter(self, paths: Sequence[Path | str]) -> Adapter:
+        """Low-rank adapters from GGUF files, added up and checked against the model. May be called by any thread.
+
+        Raises ModelFileError, naming the tensor, for a file that is no adapter or none for this model.
+        """
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Makes it usable by spans; the weights stay as they are. Returns its number, which no later one gets.
+
+        Raises ValueError when there are MAX_ADAPTERS. Not during `forward`.
+        """
+
+    def remove_adapter(self, number: int) -> None:
+        """Gives its memory back. An unknown number is fine. Not during `forward`."""
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies the K/V of one pool block over another (copy on write)."""

@@ -14,17 +14,18 @@ An instruction waits for everything before it unless it is recorded as `beside` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from localrun.kernels_cpu import attention, experts, head, heads, kv
+from localrun.kernels_cpu import attention, experts, head, heads, kv, lora
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
 from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.errors import ModelFileError
-from localrun.models.program import RULES, Activation, Instruction, Memory, Program, Routing, Row, Rule, float_bits, room
+from localrun.models.lora import EMBEDDING, MAX_RANK
+from localrun.models.program import RULES, Activation, Instruction, Memory, Program, Routing, Row, Rule, Site, float_bits, room
 from localrun.models.weights import Stack, Vector, Weight, Weights
 
 READER_WORDS = 8
@@ -33,6 +34,8 @@ ARGS = 24
 """int64 arguments an instruction may have."""
 SOFT_CAP = "soft_cap"
 """Name of the instruction that reads the logits where the matmul before it wrote them."""
+OUT_ADDRESS_AT = 5
+"""Argument of lora.low_rank that says where the address of its output lies."""
 SPARE_ROWS = 8
 """Rows behind the last one that matmul tiles may read (never use)."""
 CHUNK_BYTES = 96 << 10
@@ -41,6 +44,18 @@ MIN_CHUNKS = 16
 LOGITS_ADDRESS = 6
 """Argument of the matmul of the logits that says where they go."""
 INT64_MAX = 2**63 - 1
+
+
+class AdapterRows(Protocol):
+    """Where instructions that apply adapters find which row has which."""
+
+    numbers: int
+    """Address of int32, one for each row of a batch; 0: none."""
+    scales: int
+    """Address of float32, one for each row."""
+
+    def table(self, site: Site) -> int:
+        """Address of what each adapter says about that matrix: lora.ENTRY bytes for each number."""
 
 
 class Recorder:
@@ -62,10 +77,11 @@ class Recorder:
         self._buffers: dict[str, tuple[int, int]] = {}
         self._scratch: dict[str, int] = {}
         self._tile_buffers: dict[str, int] = {}
-        self._logits = -1
         self._max_positions = 0
         self.partial_bytes = 0
         self.fewest_kv = 1 << 30
+        self.sites: list[Site] = []
+        self._logits: Instruction | None = None
 
     # ---- memory ----
 
@@ -112,6 +128,7 @@ class Recorder:
             self._max_positions = positions.n // table.columns
         args = [table.source, table.row_bytes, table.columns, float_bits(scale), x.address, x.stride, positions.address if positions else 0]
         self._append("elementwise", "embed", [table.type_name], args, "embed")
+        self._site(table, None, x, scale, False)
         return x
 
     def _activation(self, width: int, producer: Instruction, readers_at: int, buffer: str, per_token: int = 1) -> Activation:
@@ -265,8 +282,8 @@ class Recorder:
 
     def logits(self, weight: Weight, x: Activation, bias: Vector | None = None) -> None:
         """The output matrix, for the rows whose logits are wanted; where they go is set before each step."""
-        self._logits = len(self._instructions)
         self._matmul(weight, x, Row(0, room(weight.rows) * 4, weight.rows), "logits", bias, False, False, "outputs")
+        self._logits = self._instructions[-1]
 
     def soft_cap(self, n_vocab: int, cap: float) -> None:
         """logits = cap * tanh(logits / cap); after `logits`."""
@@ -296,6 +313,13 @@ class Recorder:
             0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at, tiles,
         ]
         self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
+        if weight.name != EMBEDDING:
+            self._site(weight, x, out, 1.0, rows == "outputs")
+
+    def _site(self, weight: Weight, x: Activation | None, out: Row, factor: float, outputs: bool) -> None:
+        """Notes where adapters of a matrix would act."""
+        rows = weight.rows if x is not None else out.width
+        self.sites.append(Site(len(self._instructions) - 1, weight.name, weight.first_row, rows, x, out, factor, outputs))
 
     def rope_kv(
         self, q: Row, k: Row, v: Row, *, n_heads: int, n_kv: int, dim: int, dim_v: int, n_rot: int, table: int, halves: bool, scale: float,
@@ -496,16 +520,22 @@ class Recorder:
 
     # ---- the end ----
 
-    def finish(self) -> Program:
-        """The program recorded so far."""
-        n = len(self._instructions)
+    def finish(self, adapters: AdapterRows | None = None) -> Program:
+        """The program recorded so far. adapters: with an instruction beside each matrix that applies the adapters of the rows."""
+        instructions, adapted = list(self._instructions), dict[int, Site]()
+        if adapters is not None:
+            instructions, adapted = self._with_adapters(adapters)
+        logits = next((i for i, instruction in enumerate(instructions) if instruction is self._logits), -1)
+        n = len(instructions)
         table = np.zeros((n, WORDS), np.int64)
         args = np.zeros((n, ARGS), np.int64)
         waits = 0
-        for i, instruction in enumerate(self._instructions):
+        for i, instruction in enumerate(instructions):
             args[i, : len(instruction.args)] = instruction.args
             if instruction.name == SOFT_CAP:
-                args[i, 0] = args[self._logits, LOGITS_ADDRESS:].ctypes.data
+                args[i, 0] = args[logits, LOGITS_ADDRESS:].ctypes.data
+            if i in adapted and adapted[i].outputs:
+                args[i, OUT_ADDRESS_AT] = args[logits, LOGITS_ADDRESS:].ctypes.data
             table[i, 1] = args[i].ctypes.data
             if instruction.beside:
                 table[i, 3] = -1
@@ -513,8 +543,38 @@ class Recorder:
                 table[i, 3] = waits
                 waits = i
         return Program(
-            table, args, [i.kernel for i in self._instructions], [i.name for i in self._instructions],
-            np.array([RULES.index(i.rule) for i in self._instructions]), np.array([i.factor for i in self._instructions], np.int64),
-            np.array([i.most or INT64_MAX for i in self._instructions], np.int64), self._logits, self._max_positions,
-            self.partial_bytes, self.fewest_kv,
+            table, args, [i.kernel for i in instructions], [i.name for i in instructions],
+            np.array([RULES.index(i.rule) for i in instructions]), np.array([i.factor for i in instructions], np.int64),
+            np.array([i.most or INT64_MAX for i in instructions], np.int64), logits, self._max_positions,
+            self.partial_bytes, self.fewest_kv, adapted,
         )
+
+    def _with_adapters(self, adapters: AdapterRows) -> tuple[list[Instruction], dict[int, Site]]:
+        """All instructions, those that apply adapters behind the products that are made side by side; the latter by their number."""
+        by_product: dict[int, list[Site]] = {}
+        for site in self.sites:
+            by_product.setdefault(site.after, []).append(site)
+        made: list[Instruction] = []
+        adapted: dict[int, Site] = {}
+        pending: list[Site] = []
+        for i, instruction in enumerate([*self._instructions, None]):
+            if instruction is None or not instruction.beside:
+                for k, site in enumerate(pending):
+                    adapted[len(made)] = site
+                    made.append(self._low_rank(site, adapters, beside=k > 0))
+                pending = []
+            if instruction is not None:
+                made.append(instruction)
+                pending += by_product.get(i, [])
+        return made, adapted
+
+    def _low_rank(self, site: Site, adapters: AdapterRows, *, beside: bool) -> Instruction:
+        x, stride, _ = self._form(site.x, "f") if site.x is not None else (0, 0, 0)
+        scratch, scratch_bytes = self._per_thread("low_rank", lora.scratch_bytes(MAX_RANK))
+        args = [
+            x, stride, site.x.width if site.x is not None else 0, site.out.address, site.out.stride, 0, -(-site.rows // 16),
+            adapters.numbers, adapters.scales, head.OUTPUT_ROWS if site.outputs else 0, head.OUTPUTS if site.outputs else head.TOKENS,
+            adapters.table(site), scratch, scratch_bytes, float_bits(site.factor),
+        ]
+        rule: Rule = "outputs" if site.outputs else "tokens"
+        return Instruction(KernelSpec("lora", "low_rank", (int(site.x is None),)), args, rule, 1, beside, "low_rank")

@@ -85,6 +85,22 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class Site:
+    """A matrix that adapters can be beside: instruction number `after` has just given its product."""
+
+    after: int
+    tensor: str
+    first_row: int
+    rows: int
+    x: Activation | None
+    """None: the matrix is the embedding, whose rows are looked up."""
+    out: Row
+    factor: float
+    outputs: bool
+    """Whether the rows are those whose logits are wanted."""
+
+
+@dataclass(frozen=True)
 class Routing:
     """Where a layer's choice of experts lies."""
 
@@ -117,6 +133,8 @@ class Program:
     """Memory that attention needs for each part of each row when it shares out rows."""
     fewest_kv: int
     """Key-value heads of the layer that has the fewest."""
+    adapted: dict[int, Site] = field(default_factory=dict)
+    """Instructions that apply adapters, where the program was finished with some."""
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""

@@ -52,6 +52,8 @@ class Weight:
         self.type_name = packing.format.name
         self.columns = info.shape[0]
         self.rows = rows
+        self.first_row = first_row
+        """Where in the tensor it begins."""
         self.row_bytes = packing.format.row_bytes(self.columns)
         self.source = source + first_row * self.row_bytes
         """Address in the mapped file."""

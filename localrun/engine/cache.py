@@ -31,7 +31,7 @@ class KVCache:
         """Takes what the tree knows beyond the tokens the sequence has computed. The last token is always computed anew, for its logits."""
         if not seq.may_reuse or seq.pending <= 1 or seq.computed % self.pool.block_tokens:
             return
-        match = self.tree.match(seq.tokens, len(seq.tokens) - 1)
+        match = self.tree.match(seq.tokens, len(seq.tokens) - 1, seq.kind)
         if match.n_tokens <= seq.computed:
             return
         for block in match.blocks:
@@ -73,7 +73,7 @@ class KVCache:
             return
         whole = seq.computed - seq.computed % self.pool.block_tokens
         if whole > seq.in_tree:
-            seq.tree_cursor = self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, whole)
+            seq.tree_cursor = self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, whole, kind=seq.kind)
             seq.in_tree = whole
 
     def rewind(self, seq: Sequence, n_tokens: int) -> None:
@@ -88,7 +88,7 @@ class KVCache:
     def drop(self, seq: Sequence) -> None:
         """Takes all blocks from a sequence; what it has computed stays in the tree for as long as nobody needs the room."""
         if seq.may_reuse and seq.blocks:
-            self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, seq.computed, tail=True)
+            self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, seq.computed, tail=True, kind=seq.kind)
         for block in seq.blocks:
             self.pool.release(block)
         seq.blocks = []

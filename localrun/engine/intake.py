@@ -27,6 +27,7 @@ from localrun.text.thinking import thinking_marks
 from localrun.text.toolformats import tool_schemas
 
 if TYPE_CHECKING:
+    from localrun.engine.adapters import AdapterShelf
     from localrun.engine.gate import AfterThinking
     from localrun.engine.grammar import Constraint, GrammarCompiler
     from localrun.text.template import ChatTemplate
@@ -41,13 +42,14 @@ _CONTEXTS = 10
 
 
 class Intake:
-    """`pool_tokens`: what the KV pool holds in all. Safe to use from one thread besides the engine's."""
+    """`pool_tokens`: what the KV pool holds in all. `adapters`: the engine's. Safe to use from one thread besides the engine's."""
 
-    def __init__(self, parts: Parts, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, parts: Parts, pool_tokens: int, adapters: AdapterShelf, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts = parts
         self._tokenizer = parts.tokenizer
         self._n_vocab = parts.model.info.n_vocab
         self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
+        self._adapters = adapters
         self._clock = clock
         self._grammars: GrammarCompiler | None = None
         self._known_breakers: dict[tuple[str, ...], dict[int, bool]] = {}
@@ -67,7 +69,7 @@ class Intake:
         given = request.sampling.seed
         seed = draw_seed() if given is None or given < 0 else given
         sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, self._breakers(request.sampling.dry_sequence_breakers))
-        return Generation(
+        job = Generation(
             seq,
             sampler,
             Answer(
@@ -87,6 +89,16 @@ class Intake:
             dropped_messages=prompt.dropped_messages,
             dropped_tokens=prompt.dropped_tokens,
         )
+        self._take_adapters(seq, request)
+        return job
+
+    def _take_adapters(self, seq: Sequence, request: Generate | Evaluate) -> None:
+        """The last thing: from here on the job has something to give back."""
+        if not math.isfinite(request.adapter_scale):
+            raise BadRequest(f"adapter_scale must be a number, it is {request.adapter_scale:g}", param="adapter_scale")
+        seq.adapter_scale = request.adapter_scale
+        if seq.adapter_scale:
+            seq.adapter = self._adapters.take(request.adapters)
 
     def context_length(self, request: Generate) -> int:
         """Most tokens that the request's prompt and answer may hold together."""
@@ -153,6 +165,7 @@ class Intake:
             wants_all_rows=True,
             max_chunk=max(1, min(512, _EVALUATED_BYTES // (4 * self._n_vocab))),
         )
+        self._take_adapters(seq, message)
         return Evaluation(seq, top=message.top, ids=message.ids)
 
     def _refuse_what_is_missing(self, request: Generate) -> None:

@@ -5,6 +5,8 @@ sequences can share a block exactly when they agree up to its end. Matching is b
 inside a block, that block is matched for the tokens they share, and whoever wants to write on in it copies it first (cache.py). Only a
 whole block has children; a shorter one, the end of something finished, is a leaf.
 
+K/V that depend on more than the tokens (adapters) lie below a root of their own for each kind.
+
 Least recently used leaves go first. Knows tokens and blocks; knows neither requests nor the model.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from localrun.engine.pool import BlockPool
+from localrun.engine.sequence import Kind
 
 
 class Node:
@@ -56,7 +59,7 @@ class NearMiss:
 class PrefixTree:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._root = Node(None, (), -1, 0)
+        self._roots: dict[Kind, Node] = {}
         self._tick = 0
         self._victims: list[tuple[int, int, Node]] = []
         self._by_block: dict[int, Node] = {}
@@ -67,11 +70,11 @@ class PrefixTree:
         """Blocks in the tree."""
         return len(self._by_block)
 
-    def match(self, tokens: Sequence[int], limit: int) -> Match:
+    def match(self, tokens: Sequence[int], limit: int, kind: Kind = ()) -> Match:
         """The longest match of tokens[:limit], marked as used now. Takes no references: that is the caller's next act."""
         self._tick += 1
         size = self._pool.block_tokens
-        node, at, blocks = self._root, 0, list[int]()
+        node, at, blocks = self._root(kind), 0, list[int]()
         while at + size <= limit:
             child = node.children.get(tuple(tokens[at : at + size]))
             if child is None:
@@ -85,21 +88,21 @@ class PrefixTree:
         best.used = self._tick
         return Match(at + shared, [*blocks, best.block])
 
-    def near_miss(self, tokens: Sequence[int]) -> NearMiss | None:
+    def near_miss(self, tokens: Sequence[int], kind: Kind = ()) -> NearMiss | None:
         """Where `tokens` stops agreeing with what is cached, if the cache goes on from there."""
         size = self._pool.block_tokens
-        node, at = self._root, 0
+        node, at = self._root(kind), 0
         while (child := node.children.get(tuple(tokens[at : at + size]))) is not None:
             node, at = child, at + size
         best, shared = self._closest(node, tokens[at : at + size])
-        if best is None and node is not self._root:
+        if best is None and node.parent is not None:
             best = next(iter(node.children.values()), None)
         if best is None or shared == len(best.tokens) or at + shared >= len(tokens):
             return None
         return NearMiss(at + shared, best.tokens[shared:], _depth(best) - shared)
 
     def insert(
-        self, cursor: Node | None, tokens: Sequence[int], table: list[int], start: int, end: int, *, tail: bool = False
+        self, cursor: Node | None, tokens: Sequence[int], table: list[int], start: int, end: int, *, tail: bool = False, kind: Kind = ()
     ) -> Node | None:
         """Leaves tokens[start:end] of a sequence in the tree; `table` are all its blocks, `start` is block-aligned.
 
@@ -109,7 +112,7 @@ class PrefixTree:
         """
         self._tick += 1
         size = self._pool.block_tokens
-        node = self._root if cursor is None else cursor
+        node = self._root(kind) if cursor is None else cursor
         for at in range(start, end if tail else end - size + 1, size):
             key = tuple(tokens[at : min(at + size, end)])
             child = node.children.get(key)
@@ -123,7 +126,7 @@ class PrefixTree:
                 break
             child.used = self._tick
             node = child
-        return None if node is self._root else node
+        return None if node.parent is None else node
 
     def evict(self) -> bool:
         """Frees the least recently used leaf that nobody holds; False when there is none."""
@@ -165,12 +168,19 @@ class PrefixTree:
             if listed != sorted(id(n) for n in node.children.values()):
                 raise AssertionError("a node's two indexes of its children differ")
             above = node.parent
-            if above is not None and above is not self._root and self._pool.references(above.block) < self._pool.references(node.block):
+            if above is not None and above.parent is not None and self._pool.references(above.block) < self._pool.references(node.block):
                 raise AssertionError(f"block {node.block} has more holders than block {above.block} before it")
             if self._by_block.get(node.block) is not node:
                 raise AssertionError(f"block {node.block} is not known as its node's")
         if count != len(self):
             raise AssertionError(f"{count} nodes, {len(self)} known")
+
+    def _root(self, kind: Kind) -> Node:
+        """Where everything of a kind begins; roots below which nothing is left go when another kind comes."""
+        if kind not in self._roots:
+            self._roots = {known: root for known, root in self._roots.items() if root.children}
+            self._roots[kind] = Node(None, (), -1, 0)
+        return self._roots[kind]
 
     def _add(self, parent: Node, key: tuple[int, ...], block: int) -> Node | None:
         """A new child; None when a longer leaf already says as much. A shorter leaf that it continues is dropped."""
@@ -215,7 +225,7 @@ class PrefixTree:
         return bool(self._victims)
 
     def _nodes(self) -> Iterator[Node]:
-        stack = list(self._root.children.values())
+        stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())

@@ -165,7 +165,7 @@ class Runner:
     def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int) -> None:
         self._pipe = pipe
         self.engine = Engine(parts.model, n_blocks, pipe.send, say=lambda ids: repr(self._intake.text(ids)), max_waiting=max_queue)
-        self._intake = Intake(parts, n_blocks * BLOCK_TOKENS)
+        self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters)
         self._inbox: queue.SimpleQueue[Job | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:

@@ -7,11 +7,16 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from localrun.engine.adapters import LoadedAdapter
     from localrun.engine.prefix import Node
 
 
 SINK_TOKENS = 4
 """The first tokens stay where a span is dropped: attention leans on them, whatever they say (Xiao et al. 2023, StreamingLLM)."""
+
+
+Kind = tuple[float, ...]
+"""Sequences whose K/V of the same tokens are the same; () is the model's own."""
 
 
 class Phase(Enum):
@@ -36,6 +41,8 @@ class Sequence:
     may_reuse: bool = True
     """Whether it takes part in the prefix tree; an evaluation, which wants every row's logits, does not."""
     wants_all_rows: bool = False
+    adapter: LoadedAdapter | None = None
+    adapter_scale: float = 1.0
     max_chunk: int = 1 << 30
     """Most tokens of it in one step."""
 
@@ -60,6 +67,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)
+
+    @property
+    def kind(self) -> Kind:
+        """What its K/V depend on besides its tokens."""
+        return () if self.adapter is None else (self.adapter.serial, self.adapter_scale)
 
     @property
     def pending(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from localrun.engine.adapters import AdapterShelf
 from localrun.engine.cache import KVCache
 from localrun.engine.cost import CostModel
 from localrun.engine.jobs import Job
@@ -54,6 +55,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, self.cost, max_rows=model.info.max_batch, max_running=max_running, max_waiting=max_waiting, target_s=target_s
         )
+        self.adapters = AdapterShelf(model)
         self._emit = emit
         self._clock = clock
         self._say = say
@@ -89,11 +91,17 @@ class Engine:
         )
 
     def submit(self, job: Job) -> None:
-        """Queues a job. Raises Busy, or LocalrunError when its id is taken."""
+        """Queues a job. Raises Busy, or LocalrunError when its id is taken; its adapter is given back then."""
         request_id = job.seq.request_id
-        if request_id in self._jobs:
-            raise LocalrunError(f"request id {request_id!r} is in use")
-        self.scheduler.add(job.seq)
+        try:
+            if request_id in self._jobs:
+                raise LocalrunError(f"request id {request_id!r} is in use")
+            if job.seq.adapter is not None:
+                self.adapters.bring_in(job.seq.adapter)
+            self.scheduler.add(job.seq)
+        except BaseException:
+            self.adapters.release(job.seq.adapter)
+            raise
         self._jobs[request_id] = job
 
     def cancel(self, request_id: str) -> None:
@@ -147,7 +155,7 @@ class Engine:
         missed = len(seq.tokens) - seq.n_cached
         if not seq.may_reuse or missed < _WORTH_EXPLAINING:
             return
-        miss = self.cache.tree.near_miss(seq.tokens)
+        miss = self.cache.tree.near_miss(seq.tokens, seq.kind)
         if miss is None or miss.beyond < _WORTH_EXPLAINING:
             return
         wanted = seq.tokens[miss.position : miss.position + len(miss.cached)]
@@ -180,6 +188,8 @@ class Engine:
                 start=s.start,
                 block_table=np.array(s.seq.blocks[: self.cache.pool.blocks_for(s.start + s.rows)], np.int32),
                 outputs=np.array(self._job(s.seq).outputs(s.start, s.count, len(s.draft)), np.int32),
+                adapter=s.seq.adapter.number if s.seq.adapter is not None else 0,
+                adapter_scale=s.seq.adapter_scale,
             )
             for s in plan.slices
         ]
@@ -246,5 +256,6 @@ class Engine:
 
     def _remove(self, job: Job) -> None:
         self.scheduler.finish(job.seq)
+        self.adapters.release(job.seq.adapter)
         del self._jobs[job.seq.request_id]
         self._reported.discard(job.seq.request_id)

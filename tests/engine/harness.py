@@ -61,7 +61,7 @@ class Harness:
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
         self.engine = Engine(self.model, n_blocks, self._emit, clock=self.clock, say=self._say, **options)
-        self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.clock)
+        self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, self.clock)
         self._n = 0
 
     def _say(self, ids: list[int]) -> str:
