@@ -6,6 +6,7 @@ A number is given once; the place behind it (an entry in every matrix's table) i
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,20 +104,20 @@ def _entry(pair: Pair, embedding: bool, first_row: int, rows: int, kept: list[ND
     return [_keep(a, kept), a_step, pair.rank, _keep(scales, kept), _keep(b, kept), b_step, int(half), 0]
 
 
-def _padded(values: NDArray[np.float16] | NDArray[np.float32], axis: int) -> NDArray[np.float16] | NDArray[np.float32]:
+def _padded(values: NDArray[Any], axis: int) -> NDArray[Any]:
     """(rows, n), zeros added along the axis up to a multiple of 16."""
     more = [(0, 0), (0, 0)]
     more[axis] = (0, -values.shape[axis] % 16)
     return np.ascontiguousarray(np.pad(values, more))
 
 
-def _groups(matrix: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float16] | NDArray[np.float32]:
+def _groups(matrix: NDArray[Any]) -> NDArray[Any]:
     """(rows, n) as pack.py's kind 'f': (groups, n, 16)."""
     whole = _padded(matrix, 0)
     return np.ascontiguousarray(whole.reshape(-1, 16, matrix.shape[1]).transpose(0, 2, 1))
 
 
-def _keep(values: NDArray[np.float16] | NDArray[np.float32], kept: list[NDArray[np.uint8]]) -> int:
+def _keep(values: NDArray[Any], kept: list[NDArray[np.uint8]]) -> int:
     """Address of a copy that begins at a multiple of 64."""
     memory = np.zeros(values.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64

@@ -8,9 +8,11 @@ in place of the real loader: module functions, so that `functools.partial` of th
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +20,9 @@ from numpy.typing import NDArray
 
 from localrun.engine.parts import Parts
 from localrun.messages import Load
-from localrun.models.model import BLOCK_TOKENS, ModelInfo, Progress, Span
+from localrun.models.errors import ModelFileError
+from localrun.models.lora import Adapter, Pair
+from localrun.models.model import BLOCK_TOKENS, MAX_ADAPTERS, ModelInfo, Progress, Span
 from localrun.text.template import ChatTemplate
 from localrun.text.tokenizer import Tokenizer
 
@@ -115,13 +119,14 @@ class BlockStore:
         self.entries = np.zeros((n_blocks, BLOCK_TOKENS), np.uint64)
         self.tokens = np.full((n_blocks, BLOCK_TOKENS), -1, np.int64)
 
-    def write(self, span: Span) -> None:
+    def write(self, span: Span, marks: int = 0) -> None:
+        """marks: what else the entries depend on."""
         if len(span.block_table) != -(-(span.start + len(span.tokens)) // BLOCK_TOKENS):
             raise AssertionError(f"{len(span.block_table)} blocks for {span.start} + {len(span.tokens)} tokens")
         for i, token in enumerate(span.tokens):
             position = span.start + i
             before = int(self.entries[self._at(span, position - 1)]) if position else 0x9E3779B97F4A7C15
-            entry = np.array([(before * 3 + int(token) * 0x100000001B3 + position) & _MASK], np.uint64)
+            entry = np.array([(before * 3 + int(token) * 0x100000001B3 + position + marks * 0x9E3779B1) & _MASK], np.uint64)
             self.entries[self._at(span, position)] = mix(entry)[0]
             self.tokens[self._at(span, position)] = token
 
@@ -161,6 +166,28 @@ class FakeModel:
         self._spread, self._eog_bias, self._delay, self._cost, self._clock = spread, eog_bias, delay, cost, clock
         self._ids = np.arange(n_vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self.store: BlockStore | None = None
+        self.adapters: dict[int, int] = {}
+        """By number, what an adapter is."""
+        self._numbers = itertools.count(1)
+
+    def read_adapter(self, paths: Sequence[Path | str]) -> Adapter:
+        """A file's bytes are the adapter. "unfit": refused."""
+        read = [Path(path).read_bytes() for path in paths]
+        for path, data in zip(paths, read, strict=True):
+            if data == b"unfit":
+                raise ModelFileError(path, "tensor x.lora_a", "the model has no tensor x")
+        pair = Pair(np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32), np.array([sum(b"".join(read))], np.float32))
+        return Adapter({"x": pair})
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        if len(self.adapters) >= MAX_ADAPTERS:
+            raise ValueError("too many adapters")
+        number = next(self._numbers)
+        self.adapters[number] = int(adapter.pairs["x"].scales[0])
+        return number
+
+    def remove_adapter(self, number: int) -> None:
+        self.adapters.pop(number, None)
 
     def allocate_kv(self, n_blocks: int) -> None:
         assert self.store is None, "allocate_kv called twice"
@@ -181,7 +208,7 @@ class FakeModel:
             raise ValueError(f"{rows} rows in a pass of at most {self.info.max_batch}")
         self._no_block_written_twice(spans)
         for span in spans:
-            self.store.write(span)
+            self.store.write(span, round(1000 * self.adapters[span.adapter] * span.adapter_scale) if span.adapter else 0)
         self.passes += 1
         self.rows += rows
         if self._delay:

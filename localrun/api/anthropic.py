@@ -13,7 +13,7 @@ from typing import Any
 
 from localrun.api.answer import Answer, Outcome, new_id, remarks
 from localrun.api.anthropic_schema import Block, CountTokensBody, MessagesBody, ResultPart, ToolChoice, ToolIn
-from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
 from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Generate, Message, Piece, Started, ToolCall
@@ -59,6 +59,7 @@ def messages_request(body: MessagesBody, model: ModelDefaults, request_id: str) 
         draft_num_predict=options.get("draft_num_predict", -1),
         num_ctx=options["num_ctx"],
         overflow=body.overflow,
+        **adapters(options, model),
         **_prompt(body, model),
     )
 

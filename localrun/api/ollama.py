@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from localrun.api.answer import Answer, Outcome, remarks
-from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
 from localrun.api.schema import ChatBody, ChatMessage, GenerateBody, Inference
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, Unsupported
 from localrun.messages import Generate, Logprob, Message, Overflow, Piece, Started, ToolCall
@@ -134,6 +134,7 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "max_tokens": max(options.get("num_predict", -1), -1),
         "num_ctx": options["num_ctx"],
         "draft_num_predict": options.get("draft_num_predict", -1),
+        **adapters(options, model),
         "overflow": overflow_of(body),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "priority": body.priority,

@@ -16,7 +16,7 @@ from typing import Any
 from localrun.api.answer import Answer, Echo, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai_schema import Call, ChatCompletionBody, Common, CompletionBody, Part, TurnMessage
-from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
 from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Generate, Logprob, Message, Piece, Started, ToolCall
@@ -214,6 +214,7 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
                     num_ctx=options["num_ctx"],
                     overflow=body.overflow,
                     priority=body.priority,
+                    **adapters(options, model),
                     **prompt,
                     **shared,
                 )

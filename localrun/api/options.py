@@ -71,6 +71,7 @@ OPTIONS: dict[str, Option] = {
     "draft_num_predict": Option(
         "integer", "honoured", "Most tokens guessed ahead; below 0: as many as pay. Never changes an answer.", low=-1
     ),
+    "adapter_scale": Option("float", "honoured", "Factor of what the model's adapters change; 0: nothing. Default 1."),
     "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, and system messages stay."),
     "num_batch": Option("integer", "accepted", "Without effect: the engine sizes its passes, and no result depends on it."),
     "num_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
@@ -106,6 +107,8 @@ class ModelDefaults:
     """Makes the prompt of a text before and a text after, where it can fill in the middle."""
     num_ctx: int = 0
     """The daemon's setting; 0: none."""
+    adapters: tuple[str, ...] = ()
+    """Files of its LoRA adapters."""
 
 
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +153,11 @@ def merged(request: Mapping[str, Any], model: ModelDefaults, dialect: Mapping[st
     if not result.get("num_ctx"):
         result["num_ctx"] = model.num_ctx
     return result
+
+
+def adapters(options: Mapping[str, Any], model: ModelDefaults) -> dict[str, Any]:
+    """The fields of `messages.Generate` that say which adapters act."""
+    return {"adapters": list(model.adapters), "adapter_scale": options.get("adapter_scale", 1.0)}
 
 
 def sampling(options: Mapping[str, Any], logit_bias: Mapping[int, float] | None = None) -> Sampling:

@@ -14,7 +14,7 @@ from typing import Any
 from localrun.api.answer import Answer, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai import DEFAULTS, error_body, think_level
-from localrun.api.options import ModelDefaults, checked_options, merged, sampling
+from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
 from localrun.api.responses_schema import ContentPart, Item, ResponsesBody, ResponseTool
 from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
@@ -63,6 +63,7 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
         stop=options["stop"],
         max_tokens=max(options.get("num_predict", -1), -1) if body.max_output_tokens is None else body.max_output_tokens,
         draft_num_predict=options.get("draft_num_predict", -1),
+        **adapters(options, model),
         num_ctx=options["num_ctx"],
         overflow=_overflow(body),
         logprobs=(body.top_logprobs or 0) if LOGPROBS in body.include or body.top_logprobs else None,

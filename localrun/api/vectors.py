@@ -24,16 +24,23 @@ MOST_TEXTS = 2048
 # ---- requests -----------------------------------------------------------------------------------------------------------------
 
 
+def _refuse_adapters(model: ModelDefaults) -> None:
+    if model.adapters:
+        raise Unsupported(f'"{model.name}" has adapters, which are not supported in embeddings and ranking', param="model")
+
+
 def require_embedding(model: ModelDefaults) -> None:
     """Raises Unsupported where the model gives no vectors: a reranker, for one."""
     if not {"embedding", "completion"} & model.capabilities:
         raise Unsupported(f'"{model.name}" does not support embeddings', param="model")
+    _refuse_adapters(model)
 
 
 def require_rerank(model: ModelDefaults) -> None:
     """Raises Unsupported for any model that was not trained to rank."""
     if "rerank" not in model.capabilities:
         raise Unsupported(f'"{model.name}" does not support rerank', param="model")
+    _refuse_adapters(model)
 
 
 def embed_request(body: EmbedBody, model: ModelDefaults, request_id: str) -> Embed | None:

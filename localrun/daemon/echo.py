@@ -13,12 +13,12 @@ from localrun.api.answer import Echo
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.loader import Resident
 from localrun.errors import LocalrunError, RequestCancelled
-from localrun.messages import Detokenize, Detokenized, Evaluate, Evaluated, Finished, Started, Tokenize, Tokenized
+from localrun.messages import Detokenize, Detokenized, Evaluate, Evaluated, Finished, Generate, Started, Tokenize, Tokenized
 
 
-async def echo_of(x: Exchange, resident: Resident, name: str, prompt: str | list[int], top: int | None) -> Echo:
+async def echo_of(x: Exchange, resident: Resident, name: str, prompt: str | list[int], top: int | None, request: Generate) -> Echo:
     """The prompt as it is repeated. name: tells this one from the exchange's others. top: None: its text alone; k: log-probabilities, and
-    the k likeliest tokens at each place.
+    the k likeliest tokens at each place. request: the one whose prompt it is.
 
     Raises what the runner reports: BadRequest for ids that are none, ContextOverflow.
     """
@@ -34,7 +34,7 @@ async def echo_of(x: Exchange, resident: Resident, name: str, prompt: str | list
         whole = await resident.runner.ask(name, Detokenize(request_id=name, tokens=tokens))
         assert isinstance(whole, Detokenized)
         return Echo(text=whole.text, ids=tokens)
-    chunks = await _judged(x, resident, name, tokens, top)
+    chunks = await _judged(x, resident, name, tokens, top, request)
     names = await _names(resident, name, {*tokens, *(token for chunk in chunks for row in chunk.top_ids for token in row)})
     echo = Echo(text=prompt if isinstance(prompt, str) else "".join(names[token] for token in tokens), ids=tokens)
     echo.tokens = [names[token] for token in tokens]
@@ -49,9 +49,10 @@ async def echo_of(x: Exchange, resident: Resident, name: str, prompt: str | list
     return echo
 
 
-async def _judged(x: Exchange, resident: Resident, name: str, tokens: list[int], top: int) -> list[Evaluated]:
+async def _judged(x: Exchange, resident: Resident, name: str, tokens: list[int], top: int, like: Generate) -> list[Evaluated]:
     """How likely the model finds the tokens, chunk by chunk in order."""
-    events = resident.runner.open([Evaluate(request_id=name, tokens=tokens, top=top)])
+    question = Evaluate(request_id=name, tokens=tokens, top=top, adapters=like.adapters, adapter_scale=like.adapter_scale)
+    events = resident.runner.open([question])
     x.stack.callback(events.close)
     chunks: list[Evaluated] = []
     while True:

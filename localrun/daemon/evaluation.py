@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from localrun.api import evaluate as dialect
 from localrun.api.evaluate import EvaluateBody
-from localrun.api.options import keep_alive_seconds
+from localrun.api.options import adapters, keep_alive_seconds, model_options
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.generation import hold
 from localrun.daemon.loader import Resident
@@ -20,12 +22,14 @@ async def evaluate(x: Exchange, body: EvaluateBody) -> None:
     dialect.check(body)
     stored = await x.services.stored(body.model)
     resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
+    model = await x.services.defaults(stored, body.model)
+    beside = adapters(model_options(model.params), model)
     around = await _tokens(resident, f"{x.id}-around", "")
     tokens = body.tokens if body.tokens is not None else await _tokens(resident, f"{x.id}-text", body.text or "")
     asked = dialect.requests(body, tokens, dialect.common_prefix(tokens, around), x.id)
     ends: list[Finished] = []
     for request, window, n_front in asked:
-        events = resident.runner.open([request])
+        events = resident.runner.open([msgspec.structs.replace(request, **beside)])
         x.stack.callback(events.close)
         while True:
             _, event = await events.next()

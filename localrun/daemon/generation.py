@@ -81,7 +81,7 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     echoes = []
     if body.echo:
         for number, prompt in enumerate(openai.prompts_of(body)):
-            echoes.append(await echo_of(x, resident, f"{x.id}-echo{number}", prompt, body.logprobs))
+            echoes.append(await echo_of(x, resident, f"{x.id}-echo{number}", prompt, body.logprobs, requests[0]))
     usage = body.stream_options is not None and body.stream_options.include_usage
     await _answer(
         x,
@@ -158,7 +158,7 @@ async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, stored: S
     """The model in memory, or None where the request asked for no more than that and has been answered."""
     keep_alive = keep_alive_seconds(body.keep_alive)
     if ollama.loads_only(body) and keep_alive == 0:
-        await x.services.loader.unload(stored.model_path)
+        await x.services.loader.unload(stored.model_path, stored.name)
         await x.json(ollama.load_reply(body, "unload"))
         return None
     num_thread = model_options(body.options).get("num_thread")

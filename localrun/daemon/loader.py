@@ -2,7 +2,7 @@
 
 When as many models are loaded as may be, or memory does not hold one more beside them, the idle one that was used least lately makes room;
 while none is idle, the newcomer waits. One that memory does not hold alone is refused with the numbers. Models that share a weight file
-share a runner.
+share a runner: it stays for as long as one of their names does, each of which has a keep_alive of its own.
 
 Runs in one event loop. Knows neither HTTP nor dialects.
 """
@@ -47,6 +47,21 @@ class Wanted:
     """What its header tells of the memory it takes; None: not known, the size of the file is taken for it."""
 
 
+@dataclass
+class Tenant:
+    """One of the names that a runner answers to."""
+
+    wanted: Wanted
+    in_flight: int = 0
+    keep_alive: float = 0.0
+    until: float | None = None
+    """Event loop time; None while requests hold it."""
+    expires_at: float | None = None
+    """Unix time; None while requests hold it or when it stays for ever."""
+    leaving: bool = False
+    """Goes when its requests end."""
+
+
 @dataclass(eq=False)
 class Resident:
     """A model in memory, or on its way in or out."""
@@ -57,9 +72,8 @@ class Resident:
     ready: asyncio.Future[Loaded]
     in_flight: int = 0
     """Requests that hold it, those that wait for it to load included."""
-    keep_alive: float = 0.0
-    expires_at: float | None = None
-    """Unix time; None while requests hold it or when it stays for ever."""
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    """By model name."""
     last_used: float = field(default_factory=time.monotonic)
     progress: LoadProgress | None = None
     listeners: list[Progress] = field(default_factory=list)
@@ -72,6 +86,12 @@ class Resident:
     """Takes no new request: it is being stopped, or will be when the last one ends."""
     loading: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
+
+    @property
+    def expires_at(self) -> float | None:
+        """Unix time; None while requests hold it or when it stays for ever."""
+        times = [one.expires_at for one in self.tenants.values()]
+        return None if None in times else max((time for time in times if time is not None), default=None)
 
     @property
     def loaded(self) -> Loaded | None:
@@ -126,13 +146,23 @@ class Loader:
         finally:
             if on_progress in resident.listeners:
                 resident.listeners.remove(on_progress)
-            self._release(resident, self._settings.keep_alive if keep_alive is None else keep_alive)
+            self._release(resident, wanted.name, self._settings.keep_alive if keep_alive is None else keep_alive)
 
-    async def unload(self, path: Path) -> bool:
-        """Gives a model up, after the requests it is answering. Returns at once; False when it is not in memory."""
+    async def unload(self, path: Path, name: str | None = None) -> bool:
+        """Gives a model up, after the requests it is answering. Returns at once; False when it is not in memory.
+
+        name: only what is called so; its weights stay for as long as they have another name in memory.
+        """
         resident = self._residents.get(str(path))
         if resident is None:
             return False
+        if name is not None and resident.tenants.keys() - {name}:
+            tenant = resident.tenants.get(name)
+            if tenant is not None and tenant.in_flight:
+                tenant.leaving = True
+            elif tenant is not None:
+                del resident.tenants[name]
+            return tenant is not None
         resident.leaving = True
         if not resident.in_flight:
             self._stop(resident)
@@ -179,30 +209,50 @@ class Loader:
             raise Busy()
         resident.wanted = wanted
         resident.in_flight += 1
-        resident.expires_at = None
-        if resident.timer is not None:
-            resident.timer.cancel()
-            resident.timer = None
+        tenant = resident.tenants.setdefault(wanted.name, Tenant(wanted))
+        tenant.in_flight += 1
+        tenant.until = tenant.expires_at = None
+        tenant.leaving = False
         return resident
 
-    def _release(self, resident: Resident, keep_alive: float) -> None:
+    def _release(self, resident: Resident, name: str, keep_alive: float) -> None:
         resident.in_flight -= 1
-        resident.keep_alive = keep_alive
         resident.last_used = time.monotonic()
-        if resident.in_flight == 0 and resident.stopping is None:
-            if resident.leaving:
+        tenant = resident.tenants[name]
+        tenant.in_flight -= 1
+        tenant.keep_alive = 0.0 if tenant.leaving else keep_alive
+        if resident.stopping is None:
+            if resident.leaving and not resident.in_flight:
                 self._stop(resident)
-            elif resident.ready.done():
+            elif resident.ready.done() and not tenant.in_flight:
+                self._rest(tenant)
                 self._arm(resident)
         self._notify()
 
+    @staticmethod
+    def _rest(tenant: Tenant) -> None:
+        """Starts the clock of a name that no request holds."""
+        tenant.until = asyncio.get_running_loop().time() + tenant.keep_alive
+        tenant.expires_at = None if tenant.keep_alive == FOREVER else time.time() + max(tenant.keep_alive, 0)
+
     def _arm(self, resident: Resident) -> None:
-        """Starts the clock of an idle model."""
-        if resident.keep_alive <= 0:
+        """Lets go of the names whose time is over, of the model with the last one, and sees to it that this is looked at again."""
+        if resident.stopping is not None:
+            return
+        if resident.timer is not None:
+            resident.timer.cancel()
+            resident.timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for name, tenant in list(resident.tenants.items()):
+            if tenant.until is not None and tenant.until <= now:
+                del resident.tenants[name]
+        if not resident.tenants:
             self._stop(resident)
-        elif resident.keep_alive != FOREVER:
-            resident.expires_at = time.time() + resident.keep_alive
-            resident.timer = asyncio.get_running_loop().call_later(resident.keep_alive, self._stop, resident)
+            return
+        ends = [one.until for one in resident.tenants.values() if one.until is not None and one.keep_alive != FOREVER]
+        if ends:
+            resident.timer = loop.call_at(min(ends), self._arm, resident)
 
     def _make_room(self, wanted: Wanted) -> bool:
         """Whether one more model may be loaded now; if not, and one is idle, sends that one away.
@@ -247,7 +297,6 @@ class Loader:
     def _begin(self, wanted: Wanted) -> Resident:
         num_thread = wanted.num_thread or self._settings.num_thread
         resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
-        resident.keep_alive = self._settings.keep_alive
         if self._settings.num_parallel:
             resident.slots = asyncio.Semaphore(self._settings.num_parallel)
         self._residents[str(wanted.path)] = resident
@@ -286,8 +335,10 @@ class Loader:
             resident.num_thread = loaded.num_thread
             resident.ready.set_result(loaded)
             self._task(self._mourn(resident))
-            if not resident.in_flight:
-                self._arm(resident)
+            for tenant in resident.tenants.values():
+                if not tenant.in_flight:
+                    self._rest(tenant)
+            self._arm(resident)
             self._notify()
 
     async def _start(self, resident: Resident, load: Load) -> Loaded:

@@ -96,15 +96,16 @@ async def tags(x: Exchange, body: None) -> None:
 
 
 async def ps(x: Exchange, body: None) -> None:
-    """GET /api/ps: what is in memory, and what is on its way in (with `status`)."""
+    """GET /api/ps: what is in memory, and what is on its way in (with `status`). Names of the same weights share a process (`pid`)."""
     entries = []
-    for resident in x.services.loader.residents():
+    names = [(resident, tenant) for resident in x.services.loader.residents() for tenant in list(resident.tenants.values())]
+    for resident, tenant in names:
         try:
-            stored = await x.services.stored(resident.wanted.name)
+            stored = await x.services.stored(tenant.wanted.name)
         except LocalrunError:
             continue  # deleted while loaded: it goes when its requests end
         loaded = resident.loaded
-        extra: dict[str, Any] = {"requests": resident.in_flight}
+        extra: dict[str, Any] = {"requests": tenant.in_flight}
         if loaded is None:
             progress = resident.progress
             extra["status"] = progress.stage if progress else "loading"
@@ -122,7 +123,7 @@ async def ps(x: Exchange, body: None) -> None:
             }
         size = loaded.weight_bytes + loaded.kv_bytes if loaded else stored.size
         context = min(loaded.n_ctx_train, loaded.kv_tokens) if loaded else 0
-        entries.append(models.ps_entry(stored, size=size, context_length=context, expires_at=resident.expires_at, extra=extra))
+        entries.append(models.ps_entry(stored, size=size, context_length=context, expires_at=tenant.expires_at, extra=extra))
     await x.json({"models": entries})
 
 

@@ -99,6 +99,7 @@ class Services:
             capabilities=frozenset(facts.capabilities),
             fill=facts.fill,
             num_ctx=self.settings.context_length,
+            adapters=tuple(str(path) for path in stored.adapters),
         )
 
     def prune(self) -> None:

@@ -21,6 +21,7 @@ KINDS: dict[str, Kind] = {
     "top_n_sigma": "float", "xtc_probability": "float", "xtc_threshold": "float", "mirostat": "int", "mirostat_tau": "float",
     "mirostat_eta": "float", "dry_multiplier": "float", "dry_base": "float", "dry_allowed_length": "int", "dry_penalty_last_n": "int",
     "dry_sequence_breakers": "strings", "banned_strings": "strings", "ignore_eos": "bool",
+    "adapter_scale": "float",
 }  # fmt: skip
 
 DEPRECATED = frozenset({

@@ -61,7 +61,7 @@ def test_what_does_not(given: dict[str, Any], text: str) -> None:
 
 
 def test_unknown_names_are_told_what_there_is() -> None:
-    with pytest.raises(BadRequest, match=r'unknown option "top_n"; known are banned_strings, .*xtc_threshold'):
+    with pytest.raises(BadRequest, match=r'unknown option "top_n"; known are adapter_scale, banned_strings, .*xtc_threshold'):
         checked_options({"top_n": 1})
 
 
@@ -99,6 +99,7 @@ def test_sampling_takes_what_is_its_own() -> None:
         "num_thread",
         "stop",
         "draft_num_predict",
+        "adapter_scale",
     }
 
 

@@ -159,7 +159,20 @@ def test_models_with_one_file_share_a_runner(tmp_path: Path) -> None:
         chat(running)
         pid = running.loaded()[0]["pid"]
         chat(running, model="twin")
+        assert sorted((one["name"], one["pid"]) for one in running.loaded()) == [("tiny:latest", pid), ("twin:latest", pid)]
+
+
+def test_each_name_of_one_file_has_its_own_keep_alive(tmp_path: Path) -> None:
+    with serving.daemon(tmp_path) as running:
+        running.add_model("twin", system="be brief")
+        chat(running, keep_alive="200ms")
+        pid = running.loaded()[0]["pid"]
+        chat(running, model="twin", keep_alive="1h")
+        wait_until(lambda: [(one["name"], one["pid"]) for one in running.loaded()] == [("twin:latest", pid)])
+        chat(running, keep_alive=0)
         assert [(one["name"], one["pid"]) for one in running.loaded()] == [("twin:latest", pid)]
+        chat(running, model="twin", keep_alive=0)
+        assert running.loaded() == []
 
 
 def test_another_number_of_threads_loads_the_model_again(tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ def wrong(base: Path, change: str) -> bytes:
 
 
 WRONG = [
-    "architecture", "general.type", "adapter.type", "lora_b: is missing", "no half", "no tensor blk.7", "has the shape", "must be", "without pairs",
+    "architecture", "general.type", "adapter.type", "lora_b: is missing", "no half", "no tensor blk.7", "has the shape", "must be",
+    "without pairs",
 ]  # fmt: skip
 
 
