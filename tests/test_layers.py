@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"kernels_cpu", "kernels_gpu"},
     "base": set(),
     "quantize": {"base", "models", "kernels_cpu"},
+    "convert": {"models", "kernels_cpu", "quantize", "text"},
     "text": {"base", "models"},
     "store": {"base", "text", "models", "kernels_cpu", "quantize"},
     "engine": {"base", "text", "models", "kernels_cpu", "kernels_gpu"},

@@ -137,15 +137,15 @@ class CopyBody(Body):
 class CreateBody(ModelBody):
     """POST /api/create: a model from another one or from files sent before to /api/blobs."""
 
-    from_: str = honoured("", "Name of the model to start from, or path of a GGUF file on this machine.", alias="from")
-    files: dict[str, str] = honoured({}, "File name to digest of a blob sent before.")
+    from_: str = honoured("", "Name of the model to start from, or path on this machine: a GGUF file, a safetensors folder.", alias="from")
+    files: dict[str, str] = honoured({}, "File name to digest of a blob sent before: a GGUF file, its parts, or a safetensors folder.")
     template: str | None = honoured(None, "Chat template, in Jinja or Go's language.")
     system: str | None = honoured(None, "System message.")
     license: str | list[str] = honoured([], "License text, or several.")
     parameters: dict[str, Any] = honoured({}, "Options that hold for every request unless it says otherwise.")
     messages: list[ChatMessage] = honoured([], "Messages that come before those of every conversation.")
     stream: bool = honoured(True, "Send progress, one JSON object a line; false: one object at the end.")
-    adapters: dict[str, str] = honoured({}, "LoRA adapters: file name to digest of a blob sent before.")
+    adapters: dict[str, str] = honoured({}, "LoRA adapters, file name to digest of a blob sent before: GGUF files, or safetensors ones.")
     quantize: str = honoured("", "Type to make the weights of, q4_K_M for instance; they must be F32, F16 or BF16 before.")
     quantization: str = honoured("", "Older name of the field `quantize`.")
     renderer: str = refused("Ollama's built-in prompt renderers; the template decides here.", harmless=("",))

@@ -24,6 +24,7 @@ from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
 from localrun.messages import Inspect, Inspected
 from localrun.store import CreateSpec, PullProgress, StoredModel, spec_from_modelfile
+from localrun.store.adapters import adapter_sources
 from localrun.store.blobs import Blobs, DigestMismatch
 from localrun.store.names import Name, check_digest
 
@@ -169,16 +170,16 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
     Raises BadRequest and Unsupported, naming the field.
     """
     if body.modelfile:
-        if body.from_ or body.files:
-            raise BadRequest("modelfile takes the place of from and files; send one of them", param="modelfile")
+        if body.from_:
+            raise BadRequest("modelfile takes the place of from; send one of them", param="modelfile")
         if local and not Path(body.folder).is_absolute():
             raise BadRequest("folder: the absolute path of the Modelfile's folder is needed", param="folder")
-        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if local else None)
-        origin: dict[str, Any] = {"from_name": spec.from_name, "gguf": spec.gguf, "gguf_digest": spec.gguf_digest}
+        spec = spec_from_modelfile(body.modelfile, Path(body.folder) if local else None, files=body.files, adapters=body.adapters)
+        origin: dict[str, Any] = {}
     else:
-        spec = CreateSpec()
+        spec = CreateSpec(adapters=adapter_sources(body.adapters))
         origin = _origin(body)
-    if origin.get("gguf") is not None and not local:
+    if origin.get("path") is not None and not local:
         raise BadRequest("paths are taken from clients on this machine only; send the file to /api/blobs first", param="from")
     licenses = [body.license] if isinstance(body.license, str) else body.license
     return replace(
@@ -191,20 +192,17 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
         parameters=spec.parameters | body.parameters,
         messages=spec.messages + [{"role": one.role, "content": one.content} for one in body.messages],
         license=spec.license + licenses,
-        adapters=[*spec.adapters, *body.adapters.values()],
     )
 
 
 def _origin(body: CreateBody) -> dict[str, Any]:
     if body.files:
-        if len(body.files) > 1:
-            raise Unsupported('"files" with more than one file is not supported: send one GGUF file', param="files")
-        return {"gguf_digest": next(iter(body.files.values())), "from_name": body.from_ or None}
+        return {"files": body.files, "from_name": body.from_ or None}
     path = Path(body.from_)
     if path.is_absolute() or body.from_.lower().endswith(".gguf"):
         if not path.is_absolute():
             raise BadRequest(f"from: {body.from_!r} is no absolute path", param="from")
-        return {"gguf": path}
+        return {"path": path}
     return {"from_name": body.from_ or None}
 
 

@@ -6,14 +6,10 @@ With --json it prints a line {"done": values, "total": values} now and then; an 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 
-import psutil
-
-from localrun.models.errors import ModelFileError
+from localrun.quantize.program import Reporter, run
 
 
 def main() -> int:
@@ -25,30 +21,16 @@ def main() -> int:
     parser.add_argument("--requantize", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    said = 0.0
+    reporter = Reporter(options.json)
 
-    def told(done: int, total: int) -> None:
-        nonlocal said
-        if options.json and (done == total or time.monotonic() - said > 0.1):
-            said = time.monotonic()
-            sys.stdout.write(json.dumps({"done": done, "total": total}) + "\n")
-            sys.stdout.flush()
+    def work(n_threads: int) -> None:
+        # slow imports, after the arguments have been read
+        from localrun.quantize.convert import quantize_file
 
-    # slow imports, after the arguments have been read
-    from localrun.quantize.convert import quantize_file
+        again: bool = options.requantize
+        quantize_file(options.source, options.target, options.type, n_threads=n_threads, again=again, told=reporter.told)
 
-    try:
-        n_threads = options.threads or psutil.cpu_count(logical=False) or 1
-        quantize_file(options.source, options.target, options.type, n_threads=n_threads, again=options.requantize, told=told)
-    except (ValueError, ModelFileError) as error:
-        sys.stderr.write(f"{error}\n")
-    except OSError as error:
-        sys.stderr.write(f"cannot write {error.filename or options.target}: {error.strerror}\n")
-    except KeyboardInterrupt:
-        return 130
-    else:
-        return 0
-    return 1
+    return run(work, options.threads, options.target)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,24 @@ ggml's, a row's length first. Reads headers, no weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrun.errors import BadRequest, ModelFileRejected, Unsupported
+from localrun.errors import BadRequest, ModelFileRejected
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo, open_gguf, printable
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.names import check_digest
 from localrun.store.progress import Cancelled, Progress, PullProgress
+from localrun.store.quantizing import convert_adapter, folder_of
 
 if TYPE_CHECKING:
     from localrun.store.store import Store
 
-AdapterSource = Path | str
-"""A file or folder of this machine, or the digest of a blob."""
+AdapterSource = Path | str | Mapping[str, str]
+"""A file or folder of this machine; the digest of a blob; or name -> digest of the files of a folder."""
 FLOATS = ("F32", "F16", "BF16")
 _A, _B = ".lora_a", ".lora_b"
 
@@ -33,6 +35,13 @@ _A, _B = ".lora_a", ".lora_b"
 def is_adapter(gguf: GGUFFile) -> bool:
     """Whether the file is an adapter of any kind, and no model."""
     return gguf.metadata.get("general.type") == "adapter"
+
+
+def adapter_sources(files: Mapping[str, str]) -> list[AdapterSource]:
+    """What blobs with these names are: GGUF files each an adapter, all others together one in safetensors."""
+    single: list[AdapterSource] = [digest for name, digest in files.items() if name.lower().endswith(".gguf")]
+    rest = {name: digest for name, digest in files.items() if not name.lower().endswith(".gguf")}
+    return single + ([rest] if rest else [])
 
 
 def check(adapter: GGUFFile, base: GGUFFile, name: str) -> None:
@@ -96,18 +105,32 @@ def take_in(store: Store, source: AdapterSource, base: str, copy: bool, progress
         if not store.blobs.has(digest):
             raise BadRequest(f"blob {digest} is not in the store; send it first", param="adapters")
         _check_file(store.blobs.path(digest), store, base, digest)
+    elif isinstance(source, Mapping):
+        with folder_of(store.blobs, source, "adapters") as folder:
+            digest = _converted(store, folder, base, progress, cancelled)
+    elif source.is_dir() or source.suffix.lower() == ".safetensors":
+        digest = _converted(store, source, base, progress, cancelled)
     elif source.resolve().parent == store.blobs.folder.resolve():
         # a path that `show --modelfile` printed
         digest = check_digest(source.name)
         _check_file(source, store, base, digest)
     else:
-        if source.is_dir() or source.suffix.lower() == ".safetensors":
-            raise Unsupported(f"{source}: adapters in safetensors are not supported yet; GGUF files are", param="adapters")
         _check_file(source, store, base, str(source))
         status = f"reading {source.name}"
         digest, _ = store.blobs.adopt(source, copy=copy, progress=lambda done, size: progress(PullProgress(status, None, size, done)))
     progress(PullProgress(f"using adapter layer {digest}"))
     return Layer(f"{LAYER_TYPE}adapter", digest, store.blobs.size(digest))
+
+
+def _converted(store: Store, source: Path, base: str, progress: Progress, cancelled: Cancelled) -> str:
+    progress(PullProgress("converting adapter"))
+    digest, _ = convert_adapter(store.blobs, source, base, progress, cancelled)
+    try:
+        _check_file(store.blobs.path(digest), store, base, str(source))
+    except ModelFileRejected:
+        store.drop_unneeded([digest])
+        raise
+    return digest
 
 
 def _check_file(path: Path, store: Store, base: str, name: str) -> None:

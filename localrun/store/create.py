@@ -7,6 +7,7 @@ Everything is checked before anything is written. Knows the store and the Modelf
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from localrun.errors import BadRequest, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import adapters, catalogue, describe, modelfile, parameters
-from localrun.store.adapters import AdapterSource
+from localrun.store import catalogue, describe, modelfile, parameters
+from localrun.store.adapters import AdapterSource, adapter_sources, is_adapter, take_in
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.merge import merge
 from localrun.store.modelfile import Instruction
 from localrun.store.names import Name, check_digest
 from localrun.store.progress import Cancelled, Progress, PullProgress
-from localrun.store.quantizing import checked_type, quantize
+from localrun.store.quantizing import checked_type, convert, folder_of, quantize
 from localrun.text.gosyntax import is_go_template as is_go_template
 
 if TYPE_CHECKING:
@@ -33,19 +34,20 @@ ORDER = ("model", "projector", "adapter", "template", "system", "params", "messa
 
 @dataclass(frozen=True, kw_only=True)
 class CreateSpec:
-    """What to make a model of: exactly one of `from_name`, `gguf` and `gguf_digest`; the rest replaces or adds to what that brings.
+    """What to make a model of: exactly one of `from_name`, `path` and `files`; the rest replaces or adds to what that brings.
 
     None and empty lists leave what is there. Parameters are merged by name over those of the model it is made from.
     """
 
     from_name: str | None = None
     """Name of a stored model; one of the catalogue is pulled when it is not there yet."""
-    gguf: Path | None = None
-    """A GGUF file on this machine: linked, or cloned where the file system can."""
-    gguf_digest: str | None = None
-    """Digest of a blob that was put into the store before."""
+    path: Path | None = None
+    """On this machine: a GGUF file, which is linked, or cloned where the file system can; or a folder with a checkpoint of safetensors, as
+    Hugging Face lays them out, which is converted."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Name -> digest of blobs that were put into the store before: one GGUF file, all parts of one, or the files of such a folder."""
     copy: bool = False
-    """With `gguf`: copy the file."""
+    """With `path`: copy the file."""
     quantize: str = ""
     """Type to make the weights of: "q4_K_M". What they are made from must not be quantized already. Empty: as they are."""
     template: str | None = None
@@ -69,7 +71,7 @@ def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancel
     def bring() -> None:
         config, layers = _base(store, checked, progress, cancelled)
         for source in checked.adapters:
-            layer = adapters.take_in(store, source, layers["model"][0].digest, checked.copy, progress, cancelled)
+            layer = take_in(store, source, layers["model"][0].digest, checked.copy, progress, cancelled)
             layers.setdefault("adapter", []).append(layer)
         if checked.quantize:
             config = _quantized(store, checked.quantize, config, layers, progress, cancelled)
@@ -94,7 +96,7 @@ def _distinct(layers: list[Layer]) -> list[Layer]:
 
 def _checked(spec: CreateSpec, progress: Progress) -> CreateSpec:
     """`spec` with typed parameters. Raises BadRequest for what cannot be made."""
-    sources = [source for source in (spec.from_name, spec.gguf, spec.gguf_digest) if source]
+    sources = [source for source in (spec.from_name, spec.path, spec.files) if source]
     if not sources:
         raise BadRequest("neither 'from' or 'files' was specified", param="from")
     if len(sources) > 1:
@@ -146,28 +148,51 @@ def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancell
     """The config, and the layers by kind, of what the model is made from."""
     if spec.from_name:
         return _from_stored(store, spec.from_name, progress, cancelled)
+    if spec.path and spec.path.is_dir():
+        # a folder may hold a GGUF file, or the parts of one, in place of a checkpoint
+        found = sorted(spec.path.glob("*.gguf"))
+        if not found or (spec.path / "config.json").exists():
+            return _converted(store, spec.path, spec, progress, cancelled)
+        if len(found) > 1 and not re.search(r"-00001-of-\d{5}\.gguf$", found[0].name):
+            raise BadRequest(f"{spec.path} holds {len(found)} GGUF files; name one of them", param="from")
+        spec = replace(spec, path=found[0])
+    if len(spec.files) > 1 and not all(name.lower().endswith(".gguf") for name in spec.files):
+        with folder_of(store.blobs, spec.files, "files") as folder:
+            return _converted(store, folder, spec, progress, cancelled)
     progress(PullProgress("parsing GGUF"))
-    if spec.gguf:
-        digest, config = _take_in(store, spec.gguf, spec.copy, progress, cancelled)
+    if spec.path:
+        digest, config = _take_in(store, spec.path, spec.copy, progress, cancelled)
     else:
-        digest = check_digest(spec.gguf_digest or "")
-        if not store.blobs.has(digest):
-            raise BadRequest(f"blob {digest} is not in the store; send it first", param="files")
+        digests = [check_digest(spec.files[name]) for name in sorted(spec.files)]
+        for digest in digests:
+            if not store.blobs.has(digest):
+                raise BadRequest(f"blob {digest} is not in the store; send it first", param="files")
+        digest, *others = digests
+        if others:
+            digest, _ = merge(store.blobs, store.blobs.path(digest), progress, cancelled, [store.blobs.path(other) for other in others])
         config = store.config_of(digest)
     store.blobs.unchanged(digest)
     progress(PullProgress(f"using existing layer {digest}"))
     return config, {"model": [Layer(f"{LAYER_TYPE}model", digest, store.blobs.size(digest))]}
 
 
+def _converted(
+    store: Store, folder: Path, spec: CreateSpec, progress: Progress, cancelled: Cancelled
+) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
+    progress(PullProgress("converting model"))
+    title = "" if spec.path else "model"
+    digest, size = convert(store.blobs, folder, spec.quantize, progress, cancelled, title=title, param="from" if spec.path else "files")
+    progress(PullProgress(f"creating new layer {digest}"))
+    return store.config_of(digest), {"model": [Layer(f"{LAYER_TYPE}model", digest, size)]}
+
+
 def _take_in(store: Store, path: Path, copy: bool, progress: Progress, cancelled: Cancelled) -> tuple[str, dict[str, Any]]:
     """Digest of the blob for the GGUF file at `path`, and the config. Messages name the file as it was given."""
-    if path.is_dir():
-        raise Unsupported(f"{path} is a folder; only GGUF files can be imported, and safetensors not yet", param="from")
     try:
         with open_gguf(path) as gguf:
             split = gguf.metadata.get("split.count", 1) > 1
             config = describe.config_of(gguf)
-            if adapters.is_adapter(gguf):
+            if is_adapter(gguf):
                 raise ModelFileRejected(f"{path} is an adapter; name it with ADAPTER, and its model with FROM", param="from")
     except ModelFileError as error:
         raise ModelFileRejected(str(error)) from error
@@ -226,9 +251,12 @@ _REFUSED = {
 }
 
 
-def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -> CreateSpec:
+def spec_from_modelfile(
+    text: str, folder: Path | None, *, copy: bool = False, files: Mapping[str, str] | None = None, adapters: Mapping[str, str] | None = None
+) -> CreateSpec:
     """What a Modelfile asks for. FROM is a file when it looks like a path, or is one beside the Modelfile, which lies in `folder`; None:
-    the Modelfile comes from another machine, whose paths mean nothing here and are refused without a look.
+    the Modelfile comes from another machine, whose paths mean nothing here and are refused without a look. files, adapters: name -> digest
+    of blobs, of a folder that lies on the other machine; FROM @files and ADAPTER @adapters mean them.
 
     Raises ModelfileError (line and column) for the grammar and for values, Unsupported for instructions that are not implemented.
     """
@@ -252,12 +280,13 @@ def spec_from_modelfile(text: str, folder: Path | None, *, copy: bool = False) -
         elif one.name == "license":
             licenses.append(one.value)
         elif one.name == "adapter":
-            added.append(_adapter(one, folder))
+            added += adapter_sources(adapters) if one.value == "@adapters" and adapters else [_adapter(one, folder)]
         else:
             texts[one.name] = one.value
     assert source is not None  # parse saw to it
     return CreateSpec(
-        **_origin(source, folder), copy=copy, template=texts.get("template"), system=texts.get("system"), parameters=values,
+        **({"files": dict(files)} if source.value == "@files" and files else _origin(source, folder)), copy=copy,
+        template=texts.get("template"), system=texts.get("system"), parameters=values,
         messages=messages, license=licenses, adapters=added,
     )  # fmt: skip
 
@@ -306,13 +335,13 @@ _LOOKS_LIKE_PATH = re.compile(r"[.~]{1,2}[/\\]|[/\\]|[A-Za-z]:[/\\]|.*\.(?:gguf|
 def _origin(source: Instruction, folder: Path | None) -> dict[str, Any]:
     value = source.value
     if _DIGEST.match(value):
-        return {"gguf_digest": value.removeprefix("@")}
+        return {"files": {"model.gguf": value.removeprefix("@")}}
     path = _path(source, folder)
     there = path is not None and path.exists()
     if there or _LOOKS_LIKE_PATH.match(value):
         if not there:
             raise source.error(f"FROM {value}: there is no file {path}")
-        return {"gguf": path}
+        return {"path": path}
     try:
         Name.parse(value)
     except BadRequest as error:

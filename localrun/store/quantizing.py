@@ -1,21 +1,20 @@
-"""Quantizes a blob into a new one, in a process of its own: the daemon loads no NumPy. Knows that program's arguments and its lines."""
+"""Makes blobs from other forms of a model: quantized ones, checkpoints and adapters in safetensors. Knows the programs that do it."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import contextlib
+import shutil
 import tempfile
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
-from localrun.errors import BadRequest, RequestCancelled
+from localrun.errors import BadRequest
 from localrun.quantize.mixes import file_type
 from localrun.store.blobs import Blobs
-from localrun.store.progress import Cancelled, Progress, PullProgress
-
-_POLL_S = 0.1
+from localrun.store.child import make_blob
+from localrun.store.durable import storage_errors
+from localrun.store.names import check_digest
+from localrun.store.progress import Cancelled, Progress
 
 
 def checked_type(text: str) -> str:
@@ -31,52 +30,54 @@ def quantize(blobs: Blobs, digest: str, was: str, name: str, progress: Progress,
 
     Raises BadRequest (a source that cannot be quantized), DiskFull, StorageFailed, RequestCancelled.
     """
-    status = f"quantizing {was} model to {name}"
     blobs.require_space(blobs.size(digest))
-    draft = blobs.draft()
-    try:
-        _run(blobs.path(digest), draft, name, lambda done, total: progress(PullProgress(status, None, total, done)), cancelled)
-        return blobs.take(draft)
-    finally:
-        for left in draft.parent.glob(f".{draft.name}.*"):
-            left.unlink(missing_ok=True)
-        draft.unlink(missing_ok=True)
+    arguments: list[str | Path] = [blobs.path(digest), "OUT", name]
+    return make_blob(blobs, "localrun.quantize", arguments, f"quantizing {was} model to {name}", progress, cancelled, param="quantize")
 
 
-def _run(source: Path, target: Path, name: str, told: Callable[[int, int], None], cancelled: Cancelled) -> None:
-    command = [sys.executable, "-m", "localrun.quantize", str(source), str(target), name, "--json"]
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
-    ):
-        lines: list[str] = []
-        reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
-        reader.start()
-        try:
-            while child.poll() is None:
-                if cancelled():
-                    raise RequestCancelled
-                if lines:
-                    last = json.loads(lines[-1])
-                    told(last["done"], last["total"])
-                reader.join(_POLL_S)
-                if not reader.is_alive():
-                    child.wait()
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-            reader.join()
-        if child.returncode:
-            errors.seek(0)
-            said = errors.read().decode("utf-8", "replace").strip().splitlines()
-            raise BadRequest(said[-1][:400] if said else f"the quantizing process ended with status {child.returncode}", param="quantize")
-        if lines:
-            last = json.loads(lines[-1])
-            told(last["done"], last["total"])
+def convert(
+    blobs: Blobs, folder: Path, name: str, progress: Progress, cancelled: Cancelled, *, title: str = "", param: str = "from"
+) -> tuple[str, int]:
+    """Digest and size of a blob made of the checkpoint in `folder`. name: the type; empty: 16 bits. title: what the model is called.
+
+    Raises BadRequest (a checkpoint that cannot be converted), DiskFull, StorageFailed, RequestCancelled.
+    """
+    with storage_errors("cannot read the checkpoint", folder):
+        blobs.require_space(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    arguments: list[str | Path] = [folder, "OUT", *([name] if name else []), *(["--title", title] if title else [])]
+    return make_blob(blobs, "localrun.convert", arguments, "converting model", progress, cancelled, param=param)
 
 
-def _read(child: subprocess.Popen[str], lines: list[str]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines[:] = [line]
+def convert_adapter(blobs: Blobs, source: Path, base: str, progress: Progress, cancelled: Cancelled) -> tuple[str, int]:
+    """Digest and size of a blob made of the LoRA adapter at `source`, as peft saves them, for the model in blob `base`.
+
+    Raises BadRequest (one that cannot be converted), DiskFull, StorageFailed, RequestCancelled.
+    """
+    arguments: list[str | Path] = [source, "OUT", "--adapter-for", blobs.path(base)]
+    return make_blob(blobs, "localrun.convert", arguments, "converting adapter", progress, cancelled, param="adapters")
+
+
+@contextlib.contextmanager
+def folder_of(blobs: Blobs, files: Mapping[str, str], param: str) -> Iterator[Path]:
+    """A folder in which blobs lie under file names, for as long as the block lasts. files: relative name -> digest.
+
+    Raises BadRequest for names that lead elsewhere, and for digests that are none or not in the store.
+    """
+    with tempfile.TemporaryDirectory(prefix="localrun-files-") as made:
+        for name, digest in files.items():
+            path = PurePosixPath(name)
+            if not name or path.is_absolute() or "\\" in name or "\0" in name or ".." in path.parts or ":" in path.parts[0]:
+                raise BadRequest(f"file path must be relative: {name[:80]!r}", param=param)
+            digest = check_digest(digest)
+            if not blobs.has(digest):
+                raise BadRequest(f"blob {digest} is not in the store; send it first", param=param)
+            target = Path(made, *path.parts)
+            with storage_errors("cannot write the folder", target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if target.exists():
+                    raise BadRequest(f"file {name[:80]!r} is there twice", param=param)
+                try:
+                    target.symlink_to(blobs.path(digest))
+                except (OSError, NotImplementedError):
+                    shutil.copyfile(blobs.path(digest), target)
+        yield Path(made)

@@ -176,11 +176,9 @@ def test_create_refuses_what_it_cannot_do() -> None:
         return create_spec(CreateBody.model_validate(sent), local=local)
 
     assert spec(from_="base").from_name == "base"
-    assert spec(files={"a.gguf": "sha256:1"}).gguf_digest == "sha256:1"
+    assert spec(files={"a.gguf": "sha256:1"}).files == {"a.gguf": "sha256:1"}
     assert spec(from_="base", license="MIT").license == ["MIT"]
     assert spec(from_="base", adapters={"a.gguf": "sha256:1", "b.gguf": "sha256:2"}).adapters == ["sha256:1", "sha256:2"]
-    with pytest.raises(Unsupported, match="more than one file"):
-        spec(files={"a": "1", "b": "2"})
     with pytest.raises(BadRequest, match="clients on this machine only"):
         spec(local=False, from_=str(Path("x.gguf").absolute()))
     with pytest.raises(BadRequest, match="no absolute path"):

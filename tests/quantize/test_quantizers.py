@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.reference import dequantize
-from localrun.quantize.convert import QUANTIZERS
 from localrun.quantize.fit import half_bits, half_value
+from localrun.quantize.output import QUANTIZERS
 
 TYPES = sorted(QUANTIZERS)
 STEPS = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "Q2_K": 3, "Q3_K": 4, "Q4_K": 15, "Q5_K": 31, "Q6_K": 32}

@@ -40,7 +40,9 @@ def adapter_file(path: Path, tensors: list[Tensor] | None = None, **changes: tup
     keys: dict[str, tuple[str, Any] | None] = {
         "general.type": ("string", "adapter"), "adapter.type": ("string", "lora"), "general.architecture": ("string", "llama"),
         "adapter.lora.alpha": ("float32", 8.0),
-    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+    }  # fmt: skip
+    for name, value in changes.items():
+        keys[name.replace("__", ".")] = value
     listed: list[Any] = [(name, *value) for name, value in keys.items() if value is not None]
     path.write_bytes(Builder(keys=listed, tensors=pair("blk.0.attn_q.weight", WIDTH, WIDTH) if tensors is None else tensors).bytes())
     return path
@@ -48,7 +50,7 @@ def adapter_file(path: Path, tensors: list[Tensor] | None = None, **changes: tup
 
 @pytest.fixture
 def base(store: Store, tmp_path: Path) -> str:
-    store.create("base", CreateSpec(gguf=base_file(tmp_path / "base.gguf")), lambda line: None)
+    store.create("base", CreateSpec(path=base_file(tmp_path / "base.gguf")), lambda line: None)
     return "base"
 
 

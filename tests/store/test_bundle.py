@@ -26,7 +26,7 @@ def quiet(line: PullProgress) -> None:
 @pytest.fixture
 def full(store: Store, gguf: Path) -> Store:
     """Two models that share their weights."""
-    store.create("a", CreateSpec(gguf=gguf, system="one", parameters={"seed": 1}), quiet)
+    store.create("a", CreateSpec(path=gguf, system="one", parameters={"seed": 1}), quiet)
     store.create("me/b:x", CreateSpec(from_name="a", system="two"), quiet)
     return store
 

@@ -18,7 +18,7 @@ from tests.store.conftest import Index
 
 
 def make(store: Store, name: str, gguf: Path, system: str) -> None:
-    store.create(name, CreateSpec(gguf=gguf, system=system, copy=True), lambda line: None)
+    store.create(name, CreateSpec(path=gguf, system=system, copy=True), lambda line: None)
 
 
 def kinds(report: Report) -> list[str]:
@@ -92,7 +92,7 @@ def test_unreadable_manifest_keeps_orphans(store: Store, gguf: Path) -> None:
 
 
 def test_changed_file_behind_a_link(store: Store, gguf: Path) -> None:
-    store.create("a", CreateSpec(gguf=gguf), lambda line: None)
+    store.create("a", CreateSpec(path=gguf), lambda line: None)
     if not store.blobs.links():
         pytest.skip("this file system clones files")
     os.utime(gguf, ns=(1, 1))
@@ -101,7 +101,7 @@ def test_changed_file_behind_a_link(store: Store, gguf: Path) -> None:
         file.write(b"x")
     report = check(store, True)
     assert "changed" in kinds(report) and gguf.exists()
-    store.create("a", CreateSpec(gguf=gguf), lambda line: None)
+    store.create("a", CreateSpec(path=gguf), lambda line: None)
 
 
 def test_leftovers_go_and_a_download_under_way_stays(store: Store, index: Index, published: Callable[..., Entry]) -> None:

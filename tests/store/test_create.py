@@ -38,7 +38,7 @@ def refused(store: Store, spec: CreateSpec, kind: type[LocalrunError], line: str
 
 def test_from_a_file(store: Store, gguf: Path) -> None:
     digest = f"sha256:{hashlib.sha256(gguf.read_bytes()).hexdigest()}"
-    words = made(store, "mine", CreateSpec(gguf=gguf, system="Be kind.", parameters={"temperature": 1, "stop": "x", "num_ctx": 64.0},
+    words = made(store, "mine", CreateSpec(path=gguf, system="Be kind.", parameters={"temperature": 1, "stop": "x", "num_ctx": 64.0},
                                            messages=[{"role": "user", "content": "hi"}], license=["one", "two", "one"]))  # fmt: skip
     assert words[0] == "parsing GGUF" and words[-2:] == ["writing manifest", "success"] and f"using existing layer {digest}" in words
     model = store.get("mine")
@@ -53,17 +53,17 @@ def test_from_a_file(store: Store, gguf: Path) -> None:
 
 def test_from_a_blob(store: Store, gguf: Path) -> None:
     digest = store.blobs.put(gguf.read_bytes())
-    made(store, "mine", CreateSpec(gguf_digest=digest.replace(":", "-")))
+    made(store, "mine", CreateSpec(files={"a.gguf": digest.replace(":", "-")}))
     assert store.get("mine").model_digest == digest
     missing = f"sha256:{'0' * 64}"
     with pytest.raises(BadRequest, match=f"blob {missing} is not in the store; send it first"):
-        made(store, "other", CreateSpec(gguf_digest=missing))
+        made(store, "other", CreateSpec(files={"a.gguf": missing}))
     with pytest.raises(BadRequest, match="invalid digest format"):
-        made(store, "other", CreateSpec(gguf_digest="sha256:../../x"))
+        made(store, "other", CreateSpec(files={"a.gguf": "sha256:../../x"}))
 
 
 def test_from_a_model_overrides_and_merges(store: Store, gguf: Path) -> None:
-    made(store, "base", CreateSpec(gguf=gguf, system="Base.", template="{{ messages }}", parameters={"seed": 1, "top_k": 2, "stop": ["a"]},
+    made(store, "base", CreateSpec(path=gguf, system="Base.", template="{{ messages }}", parameters={"seed": 1, "top_k": 2, "stop": ["a"]},
                                    messages=[{"role": "user", "content": "old"}], license=["L"]))  # fmt: skip
     made(store, "plain", CreateSpec(from_name="BASE"))
     assert store.get("plain").digest == store.get("base").digest
@@ -93,16 +93,16 @@ def test_from_an_unknown_model(store: Store) -> None:
 
 def test_replaced_in_one_step(store: Store, gguf: Path) -> None:
     """Whoever reads while a model is made again sees the old one or the new one."""
-    made(store, "a", CreateSpec(gguf=gguf, system="old"))
+    made(store, "a", CreateSpec(path=gguf, system="old"))
     seen = []
-    store.create("a", CreateSpec(gguf=gguf, system="new"), lambda line: seen.append(Store(store.root).get("a").system))
+    store.create("a", CreateSpec(path=gguf, system="new"), lambda line: seen.append(Store(store.root).get("a").system))
     assert seen[:-1] == ["old"] * (len(seen) - 1) and seen[-1] == "new"
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "line"),
     [
-        ({"gguf": None}, BadRequest, "^neither 'from' or 'files' was specified$"),
+        ({"path": None}, BadRequest, "^neither 'from' or 'files' was specified$"),
         ({"from_name": "also"}, BadRequest, "a model is made from one thing"),
         ({"parameters": {"bogus": 1}}, BadRequest, "^unknown parameter 'bogus'; known are"),
         ({"parameters": {"num_ctx": "many"}}, BadRequest, 'parameter "num_ctx" must be an integer, not'),
@@ -118,18 +118,19 @@ def test_replaced_in_one_step(store: Store, gguf: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_made(store: Store, gguf: Path, changes: dict[str, Any], kind: type[LocalrunError], line: str) -> None:
-    refused(store, CreateSpec(**({"gguf": gguf} | changes)), kind, line)
+    refused(store, CreateSpec(**({"path": gguf} | changes)), kind, line)
 
 
 def test_files_that_are_no_models(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     for content in (b"", b"GGUF", b"text " * 100, tiny_gguf()[:100]):
         path.write_bytes(content)
-        refused(store, CreateSpec(gguf=path), ModelFileRejected, r"bad\.gguf: ")
-    refused(store, CreateSpec(gguf=tmp_path / "none.gguf"), ModelFileRejected, r"none\.gguf: cannot be opened")
-    refused(store, CreateSpec(gguf=tmp_path), Unsupported, "is a folder; only GGUF files")
+        refused(store, CreateSpec(path=path), ModelFileRejected, r"bad\.gguf: ")
+    refused(store, CreateSpec(path=tmp_path / "none.gguf"), ModelFileRejected, r"none\.gguf: cannot be opened")
+    (tmp_path / "empty").mkdir()
+    refused(store, CreateSpec(path=tmp_path / "empty"), BadRequest, "empty: has no config.json: it holds no checkpoint")
     digest = store.blobs.put(b"no model")
-    refused(store, CreateSpec(gguf_digest=digest), ModelFileRejected, "magic|GGUF")
+    refused(store, CreateSpec(files={"a.gguf": digest}), ModelFileRejected, "magic|GGUF")
 
 
 def test_malformed_files_of_the_conformance_data_are_refused(store: Store, shared: Path) -> None:
@@ -137,13 +138,13 @@ def test_malformed_files_of_the_conformance_data_are_refused(store: Store, share
     assert table
     for path in table:
         try:
-            made(store, "x", CreateSpec(gguf=path))
+            made(store, "x", CreateSpec(path=path))
         except (ModelFileRejected, Unsupported) as error:
             assert "\n" not in str(error) and path.name in str(error)
 
 
 def test_a_template_may_be_go(store: Store, gguf: Path) -> None:
-    made(store, "a", CreateSpec(gguf=gguf, template="{{ .System }} {{ .Prompt }}"))
+    made(store, "a", CreateSpec(path=gguf, template="{{ .System }} {{ .Prompt }}"))
     assert store.get("a").template == "{{ .System }} {{ .Prompt }}"
 
 
@@ -153,12 +154,12 @@ def test_a_template_may_be_go(store: Store, gguf: Path) -> None:
 def test_from_as_path_name_and_digest(tmp_path: Path, gguf: Path) -> None:
     (tmp_path / "plain").write_bytes(gguf.read_bytes())
     for text in ("tiny.gguf", "./tiny.gguf", str(gguf), '"tiny.gguf"', "../" + tmp_path.name + "/tiny.gguf"):
-        found = spec_from_modelfile(f"FROM {text}", tmp_path).gguf
+        found = spec_from_modelfile(f"FROM {text}", tmp_path).path
         assert found is not None and found.samefile(gguf)
-    assert spec_from_modelfile("FROM plain", tmp_path).gguf == tmp_path / "plain"
+    assert spec_from_modelfile("FROM plain", tmp_path).path == tmp_path / "plain"
     assert spec_from_modelfile("FROM smollm2:135m", tmp_path).from_name == "smollm2:135m"
     digest = f"sha256:{'a' * 64}"
-    assert spec_from_modelfile(f"FROM @{digest}", tmp_path).gguf_digest == digest
+    assert spec_from_modelfile(f"FROM @{digest}", tmp_path).files == {"model.gguf": digest}
     assert spec_from_modelfile("FROM tiny.gguf", tmp_path, copy=True).copy
 
 
@@ -229,7 +230,7 @@ def test_show_modelfile_makes_the_same_model_again(
     store = Store(folder / "models")
     values = {"stop": stop or None, "temperature": temperature, "seed": seed, "use_mmap": mmap}
     spec = CreateSpec(
-        gguf=gguf, system=system, template="{% for m in messages %}\"\"\"\n{{ m.content }}{% endfor %}", license=licenses,
+        path=gguf, system=system, template="{% for m in messages %}\"\"\"\n{{ m.content }}{% endfor %}", license=licenses,
         messages=[{"role": role, "content": content} for role, content in messages],
         parameters={key: value for key, value in values.items() if value is not None},
     )  # fmt: skip
@@ -245,7 +246,7 @@ def test_the_example_at_the_root(repository: Path, store: Store, gguf: Path, tmp
     text = decode((repository / "Modelfile.example").read_bytes())
     spec = spec_from_modelfile(text, repository)
     assert spec.from_name == "qwen2.5-coder:1.5b" and spec.parameters["stop"] == ["<|endoftext|>"]
-    made(store, "qwen2.5-coder:1.5b", CreateSpec(gguf=gguf))
+    made(store, "qwen2.5-coder:1.5b", CreateSpec(path=gguf))
     made(store, "reviewer", spec)
     model = store.get("reviewer")
     assert model.system is not None and model.system.startswith("You review Python code.")
@@ -286,7 +287,7 @@ def test_a_split_file_becomes_one_blob(store: Store, tmp_path: Path) -> None:
     second = Builder(keys=keys, tensors=[Tensor("b", (1,), 0, b"\0" * 4)]).bytes()
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(first)
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(second)
-    refused(store, CreateSpec(gguf=tmp_path / "m-00002-of-00002.gguf"), ModelFileRejected, "open the first part instead")
-    store.create("joined", CreateSpec(gguf=tmp_path / "m-00001-of-00002.gguf"), lambda line: None)
+    refused(store, CreateSpec(path=tmp_path / "m-00002-of-00002.gguf"), ModelFileRejected, "open the first part instead")
+    store.create("joined", CreateSpec(path=tmp_path / "m-00001-of-00002.gguf"), lambda line: None)
     with open_gguf(store.get("joined").model_path) as gguf:
         assert list(gguf.tensors) == ["a", "b"] and "split.count" not in gguf.metadata

@@ -72,7 +72,7 @@ def made(store: Store, tmp_path: Path) -> Store:
     """A store with the model m/base, large enough for several chunks, and m/derived made from it: names on no host yet."""
     path = tmp_path / "base.gguf"
     path.write_bytes(tiny_gguf("pushed", padding=200_000))
-    store.create("base", CreateSpec(gguf=path, license=["free"]), lambda line: None)
+    store.create("base", CreateSpec(path=path, license=["free"]), lambda line: None)
     store.create("derived", CreateSpec(from_name="base", system="be brief"), lambda line: None)
     return store
 

@@ -28,7 +28,7 @@ from tests.store.conftest import tiny_gguf
 
 
 def make(store: Store, name: str, gguf: Path, **changes: Any) -> None:
-    store.create(name, CreateSpec(gguf=gguf, **changes), lambda line: None)
+    store.create(name, CreateSpec(path=gguf, **changes), lambda line: None)
 
 
 def test_empty_store_is_no_error_and_writes_nothing(store: Store) -> None:
@@ -160,7 +160,7 @@ def test_commit_notices_a_blob_that_someone_removed(store: Store, gguf: Path) ->
             if len(attempts) == 1:
                 Store(store.root).delete("a")
 
-    store.create("b", CreateSpec(gguf=gguf), rival)
+    store.create("b", CreateSpec(path=gguf), rival)
     assert len(attempts) == 2
     assert store.get("b").model_path.read_bytes() == gguf.read_bytes()
 
@@ -172,7 +172,7 @@ def test_commit_gives_up_when_blobs_keep_vanishing(store: Store, gguf: Path) -> 
                 store.blobs.delete(digest)
 
     with pytest.raises(Vanished, match="was removed by another process; try again"):
-        store.create("b", CreateSpec(gguf=gguf), rival)
+        store.create("b", CreateSpec(path=gguf), rival)
     assert store.list() == []
 
 
@@ -223,7 +223,7 @@ def dying(call):
     return wrapped
 Path.replace, Path.unlink = dying(Path.replace), dying(Path.unlink)
 store = Store(Path({str(store.root)!r}))
-store.create("new", CreateSpec(gguf=Path({str(gguf)!r}), system="new", parameters={{"seed": 1}}), lambda line: None)
+store.create("new", CreateSpec(path=Path({str(gguf)!r}), system="new", parameters={{"seed": 1}}), lambda line: None)
 store.delete("before")
 print("survived", count)
 """
