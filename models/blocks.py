@@ -47,9 +47,13 @@ class Decoder:
     norm: Literal["rms", "layer"] = "rms"
 
     @classmethod
-    def read(cls, keys: Keys, gguf: GGUFFile, *, norm: Literal["rms", "layer"] = "rms", experts: bool = False) -> Decoder:
-        """From the file's keys, checked; without `experts` a file that has some is refused. Raises ModelFileError."""
-        check_hyperparameters(keys)
+    def read(
+        cls, keys: Keys, gguf: GGUFFile, *, norm: Literal["rms", "layer"] = "rms", experts: bool = False, fewest_heads: int = 1
+    ) -> Decoder:
+        """From the file's keys, checked; without `experts` a file that has some is refused. fewest_heads: 0 where a layer may have no
+        attention. Raises ModelFileError.
+        """
+        check_hyperparameters(keys, fewest_heads=fewest_heads)
         check_tokenizer_keys(gguf)
         if not experts:
             keys.refuse("expert_count", f"but mixtures of experts are no part of {keys.architecture} as supported")
@@ -60,14 +64,14 @@ class Decoder:
         width = keys.int("embedding_length", minimum=1)
         n_layers = keys.int("block_count", minimum=1)
         n_heads = max(keys.per_layer("attention.head_count", n_layers, minimum=0))
-        dim = keys.int("attention.key_length", width // n_heads, minimum=1)
+        dim = keys.int("attention.key_length", width // max(n_heads, 1), minimum=1)
         return cls(
             n_layers=n_layers,
             width=width,
             n_heads=n_heads,
             n_kv=max(keys.per_layer("attention.head_count_kv", n_layers, n_heads)),
             dim=dim,
-            dim_v=keys.int("attention.value_length", width // n_heads, minimum=1),
+            dim_v=keys.int("attention.value_length", width // max(n_heads, 1), minimum=1),
             ffn=max(keys.per_layer("feed_forward_length", n_layers)),
             eps=keys.float("attention.layer_norm_rms_epsilon" if norm == "rms" else "attention.layer_norm_epsilon", above=0),
             n_vocab=vocabulary_size(gguf),

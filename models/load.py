@@ -13,7 +13,7 @@ import platformdirs
 import psutil
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head, isa, kv, team
+from localrun.kernels_cpu import attention, head, isa, kv, slots, team
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary
 from localrun.models.adapters import Adapters
 from localrun.models.errors import ModelFileError
@@ -65,6 +65,7 @@ class RecordedModel:
         self._tables = tables
         self._kv = np.zeros(0, np.uint8)
         self._n_blocks = 0
+        self._state = np.zeros((0, 0), np.uint8)
         self._partial = np.zeros(64, np.uint8)
         self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
         self._token_ids = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
@@ -72,11 +73,15 @@ class RecordedModel:
         self._row_tables = np.zeros(info.max_batch + SPARE_ROWS, np.int64)
         self._output_rows = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
         self._tiles = np.zeros((info.max_batch + SPARE_ROWS, 2), np.int32)
+        self._spans = np.zeros((info.max_batch, 3), np.int32)
+        self._segments = np.zeros((info.max_batch, 3), np.int32)
         self._set(head.TOKEN_IDS, self._token_ids.ctypes.data)
         self._set(head.POSITIONS, self._positions.ctypes.data)
         self._set(head.TABLES, self._row_tables.ctypes.data)
         self._set(head.OUTPUT_ROWS, self._output_rows.ctypes.data)
         self._set(head.TILES, self._tiles.ctypes.data)
+        self._set(slots.SPANS, self._spans.ctypes.data)
+        self._set(slots.SEGMENTS, self._segments.ctypes.data)
 
     def _set(self, offset: int, value: int) -> None:
         self._header[offset // 8] = value
@@ -90,6 +95,14 @@ class RecordedModel:
 
     def _kv_address(self) -> int:
         return int(-(-self._kv.ctypes.data // 64) * 64)
+
+    def allocate_state(self, n_slots: int) -> None:
+        """See Model. Memory is taken by the system only as slots are written."""
+        whole = np.zeros(n_slots * self.info.state_bytes + 64, np.uint8)
+        start = -whole.ctypes.data % 64
+        self._state = whole[start : start + n_slots * self.info.state_bytes].reshape(n_slots, self.info.state_bytes)
+        self._set(slots.SLOTS, self._state.ctypes.data)
+        self._set(slots.SLOT_BYTES, self.info.state_bytes)
 
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model."""
@@ -119,18 +132,42 @@ class RecordedModel:
             longest = max(longest, span.start + n)
         for i, angles in enumerate(self._tables):
             self._set(head.ROPE + 8 * i, angles.address(longest))
+        if self.info.state_bytes:
+            self._place_state(spans)
         self._set(head.TOKENS, tokens)
         self._set(head.OUTPUTS, outputs)
         self._set(head.N_TILES, tiles)
         parts = self._parts(tokens, tiles, longest)
         self._room_for_logits(outputs)
-        chunks = self._program.chunks(tokens, outputs, tiles, parts)
+        chunks = self._program.chunks(tokens, outputs, tiles, parts, len(spans))
         if not outputs:
             chunks[self._program.logits] = 0
         if self._adapters is not None:
             self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
         self._team.run(self._program.table, chunks, self._program.grains(chunks, self.info.n_threads))
         return self._logits[:outputs, : self.info.n_vocab]
+
+    def _place_state(self, spans: list[Span]) -> None:
+        """Tells the kernels which slots the spans go on from, and where on the way their state is copied."""
+        used = [slot for span in spans for slot in (span.state, *(slot for _, slot in span.snapshots))]
+        if len(set(used)) < len(used) or min(used) < 0 or max(used) >= len(self._state):
+            raise ValueError(f"state slots {used} of {len(self._state)}")
+        row = segments = 0
+        for i, span in enumerate(spans):
+            if span.start == 0:
+                self._state[span.state] = 0
+            self._spans[i] = span.state, segments, 0
+            n = len(span.tokens)
+            ends = [*span.snapshots] if span.snapshots and span.snapshots[-1][0] == n else [*span.snapshots, (n, -1)]
+            done = 0
+            for end, slot in ends:
+                if not done < end <= n:
+                    raise ValueError(f"a snapshot after {end} of {n} tokens, behind one after {done}")
+                self._segments[segments] = row + done, end - done, slot
+                segments += 1
+                done = end
+            self._spans[i, 2] = len(ends)
+            row += n
 
     def _parts(self, tokens: int, tiles: int, longest: int) -> int:
         """Into how many parts attention over a row is shared out: only where there are too few rows and heads to keep all threads busy."""
@@ -195,10 +232,15 @@ class RecordedModel:
         start = self._kv_address() - self._kv.ctypes.data
         self._kv[start + target * size : start + (target + 1) * size] = self._kv[start + source * size : start + (source + 1) * size]
 
+    def copy_state(self, source: int, target: int) -> None:
+        """See Model."""
+        self._state[target] = self._state[source]
+
     def close(self) -> None:
         """See Model."""
         if self._weights is not None:
             self._team.close()
+            self._state = np.zeros((0, 0), np.uint8)
             self._kv = np.zeros(0, np.uint8)
             self._weights.close()
             self._weights = None
@@ -237,7 +279,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
-    header = np.zeros(head.SIZE // 8, np.int64)
+    header = np.zeros(slots.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header)
     try:
         weights.fill(library, crew, progress, keep=lambda name: name == "token_embd.weight")
@@ -255,5 +297,6 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         packed=weights.pack,
         isa=chosen.name,
         n_threads=n_threads,
+        state_bytes=recorder.state_bytes,
     )
     return RecordedModel(info, program, library, crew, header, recorder, weights, [AngleTable(rope) for rope in ropes])

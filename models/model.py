@@ -33,6 +33,8 @@ class Span:
     block_table: int32 (ceil((start + n) / BLOCK_TOKENS),) pool block of each BLOCK_TOKENS positions;
     outputs: int32 indices into `tokens` whose logits are wanted (empty: none);
     adapter: what `add_adapter` returned, 0: none; adapter_scale: factor of what it adds.
+    state: slot whose recurrent state the span goes on from and leaves its own in (start 0: from nothing), -1 where a model has none;
+    snapshots: (number of tokens, slot) in rising order: after so many of `tokens` the state is written to that slot, too.
     """
 
     tokens: NDArray[np.int32]
@@ -41,6 +43,8 @@ class Span:
     outputs: NDArray[np.int32]
     adapter: int = 0
     adapter_scale: float = 1.0
+    state: int = -1
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ class ModelInfo:
     causal: bool = True
     """Whether a token sees only those before it. If not, `embed` is all the model can do, and a sequence must come whole in one pass."""
 
+    state_bytes: int = 0
+    """Bytes of a slot, which holds what recurrent layers remember of one sequence; 0: there are none."""
+
 
 class Model(Protocol):
     info: ModelInfo
@@ -85,12 +92,15 @@ class Model(Protocol):
     def allocate_kv(self, n_blocks: int) -> None:
         """Reserves the KV pool: blocks 0..n_blocks-1. Called once, before the first forward."""
 
+    def allocate_state(self, n_slots: int) -> None:
+        """Reserves slots 0..n_slots-1 for recurrent state. Called once, before the first forward; not at all where state_bytes is 0."""
+
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
         """Runs all spans in one pass, writing their K/V into their blocks.
 
         Returns float32 (total outputs, n_vocab), rows in span order; the memory is reused by the next call.
         A row's bits depend on its own sequence only, not on what else is in the batch.
-        Raises ValueError when the spans hold more than max_batch rows.
+        Raises ValueError when the spans hold more than max_batch rows, or when two of them name the same slot.
         """
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
@@ -117,6 +127,9 @@ class Model(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies the K/V of one pool block over another (copy on write)."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies one slot over another."""
 
     def close(self) -> None:
         """Gives threads, mappings and memory back. Idempotent."""

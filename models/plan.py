@@ -82,6 +82,8 @@ class Recorder:
         self.fewest_kv = 1 << 30
         self.sites: list[Site] = []
         self._logits: Instruction | None = None
+        self.state_bytes = 0
+        """Bytes of a slot of recurrent state as far as recorded."""
 
     # ---- memory ----
 
@@ -511,6 +513,15 @@ class Recorder:
         args = [x.address, x.stride, width, n, 4 * x.width // n]
         instruction = self._append("heads", "by_head", [], args, name, factor=n)
         return self._activation(width, instruction, 5, name, n)
+
+    # ---- what goes over a sequence token by token ----
+
+    def over_spans(
+        self, module: str, factory: str, params: Sequence[int | str], args: Sequence[int], name: str, *, parts: int, part_bytes: int
+    ) -> None:
+        """A kernel of slots.over_spans; gives it the next parts * part_bytes of a slot. args: the kernel's own."""
+        self._append(module, factory, params, [parts, self.state_bytes, part_bytes, *args], name, "spans", parts)
+        self.state_bytes += parts * part_bytes
 
     # ---- what one family alone has ----
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.experts import Layout
 
-Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges"]
-RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges")
+Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans"]
+RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans")
 """What an instruction's chunk count is a multiple of."""
 
 
@@ -136,9 +136,9 @@ class Program:
     adapted: dict[int, Site] = field(default_factory=dict)
     """Instructions that apply adapters, where the program was finished with some."""
 
-    def chunks(self, tokens: int, outputs: int, tiles: int, parts: int) -> NDArray[np.int64]:
+    def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""
-        units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0], np.int64)
+        units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0, spans], np.int64)
         chunks: NDArray[np.int64] = np.minimum(self.factor * units[self.rule], self.most)
         return chunks
 

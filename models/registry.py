@@ -57,6 +57,8 @@ ARCHITECTURES = {
     "jais": "jais",
     "llama": "llama",
     "llama4": "llama4",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
     "minicpm": "minicpm",
     "minicpm3": "minicpm3",
     "mistral3": "mistral3",

@@ -36,24 +36,26 @@ FINITE_BUDGET = 64 << 20
 _EXPONENT = {F32: ("<u4", 0x7F800000), F16: ("<u2", 0x7C00), BF16: ("<u2", 0x7F80)}
 
 
-def check_hyperparameters(keys: Keys) -> None:
+def check_hyperparameters(keys: Keys, *, fewest_heads: int = 1) -> None:
     """The keys that every transformer has: present, of the right type, in range and in agreement with each other.
 
+    fewest_heads: 0 where a layer may have no attention.
     Raises ModelFileError. Families read the values themselves; after this they need not check them again.
     """
     n_layers = keys.int("block_count", minimum=1, maximum=MAX_LAYERS)
     width = keys.int("embedding_length", minimum=1, maximum=MAX_WIDTH)
     keys.int("context_length", minimum=1)
-    heads = keys.per_layer("attention.head_count", n_layers, minimum=1, maximum=MAX_WIDTH)
+    heads = keys.per_layer("attention.head_count", n_layers, minimum=fewest_heads, maximum=MAX_WIDTH)
     head_width = keys.int("attention.key_length", 0, minimum=1, maximum=MAX_WIDTH)
     keys.int("attention.value_length", 0, minimum=1, maximum=MAX_WIDTH)
     if not head_width:
-        if width % heads[0]:
-            raise keys.error("attention.head_count", f"is {heads[0]}, which does not divide the embedding length {width}")
-        head_width = width // heads[0]
+        most = max(max(heads), 1)
+        if width % most:
+            raise keys.error("attention.head_count", f"is {most}, which does not divide the embedding length {width}")
+        head_width = width // most
     if keys.has("attention.head_count_kv"):
-        for n, n_kv in zip(heads, keys.per_layer("attention.head_count_kv", n_layers, minimum=1)):
-            if n % n_kv:
+        for n, n_kv in zip(heads, keys.per_layer("attention.head_count_kv", n_layers, minimum=fewest_heads)):
+            if n_kv and n % n_kv:
                 raise keys.error("attention.head_count_kv", f"is {n_kv}, which does not divide the {n} heads")
     rope = keys.int("rope.dimension_count", head_width)
     if rope % 2 or rope > head_width:
