@@ -86,10 +86,12 @@ class StateSpace:
 
 
 def short_conv(
-    r: Recorder, w: Weights, name: str, x: Row, out: str, *, activated: bool, bias: Vector | None = None, first: int = 0, n: int | None = None
+    r: Recorder, w: Weights, name: str, x: Row, out: str, *, activated: bool, bias: Vector | None = None, first: int = 0,
+    n: int | None = None,
 ) -> Row:
-    """Causal convolution of each channel of x (T, C) with its few taps, and SiLU where `activated`. first, n: which of the weight's rows.
-    out: name of the buffer.
+    """Causal convolution of each channel of x (T, C) with its few taps, and SiLU where `activated`.
+
+    out: name of the buffer of the result; first, n: which of the weight's rows.
     """
     from localrun.kernels_cpu import conv
 

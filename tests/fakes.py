@@ -140,8 +140,40 @@ class BlockStore:
         return int(span.block_table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
 
 
+class StateStore:
+    """What stands for recurrent state: a hash over all tokens so far, in their order, and how many they were.
+
+    A slot that is read where another sequence, or another place of the same one, was left is an error at once; one that was written by a
+    sequence with other tokens gives other logits.
+    """
+
+    def __init__(self, n_slots: int) -> None:
+        self.values = np.zeros(n_slots, np.uint64)
+        self.lengths = np.full(n_slots, -1, np.int64)
+
+    def advance(self, span: Span) -> list[int]:
+        """Goes over the span; the hash after each of its tokens."""
+        if span.start:
+            assert self.lengths[span.state] == span.start, f"slot {span.state} is after {self.lengths[span.state]}, not {span.start} tokens"
+        value = int(self.values[span.state]) if span.start else 0x2545F4914F6CDD1D
+        wanted = dict(span.snapshots)
+        assert all(0 < n <= len(span.tokens) for n in wanted)
+        after = []
+        for i, token in enumerate(span.tokens):
+            value = int(mix(np.array([(value * 5 + int(token) * 0x1000193 + 1) & _MASK], np.uint64))[0])
+            after.append(value)
+            if i + 1 in wanted:
+                self.write(wanted[i + 1], value, span.start + i + 1)
+        self.write(span.state, value, span.start + len(span.tokens))
+        return after
+
+    def write(self, slot: int, value: int, length: int) -> None:
+        self.values[slot], self.lengths[slot] = value, length
+
+
 class FakeModel:
-    """Deterministic logits from a hash of the sequence read back through its block table.
+    """Deterministic logits from a hash of the sequence read back through its block table. With `state_bytes`, a state in a slot has its
+    say, too; `pure`: it alone.
 
     temperature spreads: with `spread` around 3 a sampled text varies, as a real model's does. `cost(rows, attended)` seconds are added to
     `clock` for each pass, if both are given; `delay` seconds are really slept.
@@ -158,14 +190,20 @@ class FakeModel:
         delay: float = 0.0,
         cost: Callable[[int, int], float] | None = None,
         clock: Any = None,
+        state_bytes: int = 0,
+        pure: bool = False,
     ) -> None:
-        self.info = ModelInfo("fake", n_vocab, n_ctx_train, max_batch, 1024, 4096, False, "none", 1)
+        self.info = ModelInfo(
+            "fake", n_vocab, n_ctx_train, max_batch, 0 if pure else 1024, 4096, False, "none", 1, state_bytes=state_bytes
+        )
         self.passes = 0
         self.rows = 0
         self.closed = False
         self._spread, self._eog_bias, self._delay, self._cost, self._clock = spread, eog_bias, delay, cost, clock
         self._ids = np.arange(n_vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self.store: BlockStore | None = None
+        self.states: StateStore | None = None
+        self._state = np.uint64(0)
         self.adapters: dict[int, int] = {}
         """By number, what an adapter is."""
         self._numbers = itertools.count(1)
@@ -189,6 +227,15 @@ class FakeModel:
     def remove_adapter(self, number: int) -> None:
         self.adapters.pop(number, None)
 
+    def allocate_state(self, n_slots: int) -> None:
+        assert self.states is None, "allocate_state called twice"
+        assert self.info.state_bytes, "slots for a model without state"
+        self.states = StateStore(n_slots)
+
+    def copy_state(self, source: int, target: int) -> None:
+        assert self.states is not None
+        self.states.write(target, int(self.states.values[source]), int(self.states.lengths[source]))
+
     def allocate_kv(self, n_blocks: int) -> None:
         assert self.store is None, "allocate_kv called twice"
         self.store = BlockStore(n_blocks)
@@ -209,14 +256,28 @@ class FakeModel:
         self._no_block_written_twice(spans)
         for span in spans:
             self.store.write(span, round(1000 * self.adapters[span.adapter] * span.adapter_scale) if span.adapter else 0)
+        after = self._advance(spans)
         self.passes += 1
         self.rows += rows
         if self._delay:
             time.sleep(self._delay)
         if self._cost is not None and self._clock is not None:
             self._clock.advance(self._cost(rows, sum(s.start + len(s.tokens) for s in spans)))
-        out = [self.logits(*self.store.read(s, s.start + int(i) + 1)) for s in spans for i in s.outputs]
+        out = []
+        for s, values in zip(spans, after, strict=True):
+            for i in s.outputs:
+                self._state = np.uint64(values[i] if values else 0)
+                out.append(self.logits(*self.store.read(s, s.start + int(i) + 1)))
         return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+
+    def _advance(self, spans: list[Span]) -> list[list[int]]:
+        if not self.info.state_bytes:
+            assert all(s.state == -1 and not s.snapshots for s in spans), "a slot for a model without state"
+            return [[]] * len(spans)
+        assert self.states is not None, "forward before allocate_state"
+        used = [slot for s in spans for slot in (s.state, *(slot for _, slot in s.snapshots))]
+        assert len(set(used)) == len(used) and min(used) >= 0, f"slots {used}"
+        return [self.states.advance(s) for s in spans]
 
     @staticmethod
     def _no_block_written_twice(spans: list[Span]) -> None:
@@ -231,7 +292,7 @@ class FakeModel:
         weights = np.arange(1, len(entries) + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
         with np.errstate(over="ignore"):
             state = np.bitwise_xor.reduce(mix(entries + weights))
-            bits = mix(self._ids ^ state)
+            bits = mix(self._ids ^ self._state ^ (state if self.info.kv_bytes_per_block else np.uint64(0)))
         uniform = (bits >> np.uint64(11)).astype(np.float64) / float(1 << 53)
         logits = self._spread * np.log(uniform / (1 - uniform) + 1e-12)
         logits[128:BYTES] -= 2 * self._spread  # mostly readable text, but not only

@@ -138,19 +138,24 @@ class Result:
 
 
 class Driver:
-    """Feeds a model. Sequence s has the pool blocks s * blocks to (s + 1) * blocks - 1."""
+    """Feeds a model. Sequence s has the pool blocks s * blocks to (s + 1) * blocks - 1, and slot s of recurrent state."""
 
     def __init__(self, model: Model, n_context: int, n_sequences: int) -> None:
         self.model = model
         self._blocks = -(-n_context // BLOCK_TOKENS)
         self._random = np.random.default_rng(SEED)
         model.allocate_kv(self._blocks * n_sequences)
+        if model.info.state_bytes:
+            model.allocate_state(n_sequences)
         self._filled = [0] * n_sequences
 
     def _table(self, sequence: int, n: int) -> NDArray[np.int32]:
         """The blocks of its first n positions."""
         first = sequence * self._blocks
         return np.arange(first, first - (-n // BLOCK_TOKENS), dtype=np.int32)
+
+    def _slot(self, sequence: int) -> int:
+        return sequence if self.model.info.state_bytes else -1
 
     def tokens(self, n: int) -> NDArray[np.int32]:
         """Random ones."""
@@ -163,7 +168,7 @@ class Driver:
             piece = ids[first : first + step]
             outputs = np.array([len(piece) - 1], np.int32) if first + step >= n else NO_ROWS
             table = self._table(sequence, start + first + len(piece))
-            self.model.forward([Span(piece, start + first, table, outputs)])
+            self.model.forward([Span(piece, start + first, table, outputs, state=self._slot(sequence))])
         self._filled[sequence] = start + n
 
     def fill(self, sequence: int, n: int) -> None:
@@ -176,7 +181,9 @@ class Driver:
         ids = self.tokens(n * sequences).reshape(n, sequences)
         only = np.zeros(1, np.int32)
         for i in range(n):
-            self.model.forward([Span(ids[i, s : s + 1], start + i, self._table(s, start + i + 1), only) for s in range(sequences)])
+            self.model.forward(
+                [Span(ids[i, s : s + 1], start + i, self._table(s, start + i + 1), only, state=self._slot(s)) for s in range(sequences)]
+            )
 
     def run(self, test: Trial, n: int | None = None) -> float:
         """Seconds that the test takes; n: fewer tokens than it asks for."""
@@ -291,7 +298,7 @@ def shares(facts: FileFacts, model: Model, result: Result, machine: Machine) -> 
     test = result.test
     if test.n_gen:
         context = test.n_depth + test.n_gen / 2
-        kv = model.info.kv_bytes_per_block / BLOCK_TOKENS * context * test.parallel
+        kv = (model.info.kv_bytes_per_block / BLOCK_TOKENS * context + model.info.state_bytes) * test.parallel
         steps_s = result.mean / test.parallel
         return {"read_share": steps_s * (facts.read_per_token + kv) / machine.read_bytes_s}
     macs = facts.macs_per_token + facts.macs_of_output / test.n_prompt

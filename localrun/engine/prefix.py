@@ -15,16 +15,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from localrun.engine.pool import BlockPool
 from localrun.engine.sequence import Kind
+from localrun.engine.states import StateSlots
 
 
 class Node:
     """One block of tokens below `parent`; the root has none."""
 
-    __slots__ = ("block", "by_first", "children", "parent", "tokens", "used")
+    __slots__ = ("block", "by_first", "children", "parent", "states", "tokens", "used")
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], block: int, used: int) -> None:
         self.parent = parent
@@ -34,6 +35,8 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.by_first: dict[int, list[Node]] = {}
         """The children again, by first token: the candidates for a partial match."""
+        self.states: dict[int, int] = {}
+        """Slots of recurrent state after so many of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Match:
     n_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     """Their blocks, the last one perhaps shared only in part (n_tokens is then no multiple of the block size)."""
+    slot: int = -1
+    """Of a model with recurrent state: the snapshot after n_tokens; such a match ends where there is one."""
+    n_known: int = 0
+    """How many tokens the tree knows, snapshot or not."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,12 @@ class NearMiss:
 
 
 class PrefixTree:
-    def __init__(self, pool: BlockPool) -> None:
+    """`states`: of a model whose sequences need a snapshot to go on from, None of others."""
+
+    def __init__(self, pool: BlockPool, states: StateSlots | None = None) -> None:
         self._pool = pool
         self._roots: dict[Kind, Node] = {}
+        self._states = states
         self._tick = 0
         self._victims: list[tuple[int, int, Node]] = []
         self._by_block: dict[int, Node] = {}
@@ -87,6 +97,48 @@ class PrefixTree:
             return Match(at, blocks)
         best.used = self._tick
         return Match(at + shared, [*blocks, best.block])
+
+    def match_state(self, tokens: Sequence[int], limit: int, kind: Kind = ()) -> Match:
+        """The longest beginning of tokens[:limit] that ends at a snapshot, marked as used now."""
+        self._tick += 1
+        size = self._pool.block_tokens
+        node, at, path, found = self._root(kind), 0, list[int](), Match()
+        while at < limit:
+            wanted = tuple(tokens[at : min(at + size, limit)])
+            child = node.children.get(wanted) if len(wanted) == size else None
+            best, shared = (child, size) if child is not None else self._closest(node, wanted)
+            if best is None:
+                break
+            best.used = self._tick
+            for other in node.by_first[wanted[0]]:
+                common = _common(other.tokens, wanted) if other.states else 0
+                offset = max((offset for offset in other.states if offset <= common), default=0)
+                if offset and at + offset > found.n_tokens:
+                    other.used = self._tick
+                    found = Match(at + offset, [*path, other.block], other.states[offset])
+            path.append(best.block)
+            at += shared
+            if shared < size:
+                break
+            node = best
+        return replace(found, n_known=at)
+
+    def locate(self, tokens: Sequence[int], n_tokens: int, kind: Kind = ()) -> tuple[Node, int] | None:
+        """The node that the first n_tokens end in, and how many of its tokens they reach; None when the tree does not know them all."""
+        size = self._pool.block_tokens
+        node, at = self._root(kind), 0
+        while at + size <= n_tokens:
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                return None
+            node, at = child, at + size
+        if at == n_tokens:
+            return None if node.parent is None else (node, size)
+        rest = tuple(tokens[at:n_tokens])
+        begun = [child for child in node.by_first.get(rest[0], ()) if child.tokens[: len(rest)] == rest]
+        # Several may begin so: one that has its snapshot there already needs no other.
+        best = next((child for child in begun if len(rest) in child.states), begun[0] if begun else None)
+        return None if best is None else (best, len(rest))
 
     def near_miss(self, tokens: Sequence[int], kind: Kind = ()) -> NearMiss | None:
         """Where `tokens` stops agreeing with what is cached, if the cache goes on from there."""
@@ -159,7 +211,7 @@ class PrefixTree:
     def check(self) -> None:
         """Raises AssertionError where the tree contradicts itself."""
         count = 0
-        for node in self._nodes():
+        for node in self.nodes():
             count += 1
             size = self._pool.block_tokens
             if not 1 <= len(node.tokens) <= size or (node.children and len(node.tokens) != size):
@@ -184,13 +236,15 @@ class PrefixTree:
 
     def _add(self, parent: Node, key: tuple[int, ...], block: int) -> Node | None:
         """A new child; None when a longer leaf already says as much. A shorter leaf that it continues is dropped."""
+        node = Node(parent, key, block, self._tick)
         for other in list(parent.by_first.get(key[0], ())):
             if len(other.tokens) > len(key) and other.tokens[: len(key)] == key:
                 other.used = self._tick
                 return None
             if len(other.tokens) < len(key) and key[: len(other.tokens)] == other.tokens:
+                if self._states is not None:
+                    self._states.move_all(other, node)
                 self._remove(other)
-        node = Node(parent, key, block, self._tick)
         self._pool.enter_tree(block)
         self._by_block[block] = node
         parent.children[key] = node
@@ -206,6 +260,8 @@ class PrefixTree:
         if not siblings:
             del parent.by_first[node.tokens[0]]
         node.parent = None
+        if self._states is not None:
+            self._states.drop_all(node)
         del self._by_block[node.block]
         self._pool.leave_tree(node.block)
 
@@ -220,11 +276,12 @@ class PrefixTree:
         return None
 
     def _collect_victims(self) -> bool:
-        self._victims = [(node.used, next(self._ties), node) for node in self._nodes() if self._evictable(node)]
+        self._victims = [(node.used, next(self._ties), node) for node in self.nodes() if self._evictable(node)]
         heapq.heapify(self._victims)
         return bool(self._victims)
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()

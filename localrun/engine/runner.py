@@ -20,7 +20,7 @@ import msgspec
 from localrun import messages
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
-from localrun.engine.memory import available_memory, kv_budget
+from localrun.engine.memory import available_memory, blocks_without_kv, kv_budget, state_slots
 from localrun.engine.parts import Loader, Parts, as_localrun_error, resolve_loader
 from localrun.engine.step import Engine
 from localrun.errors import LoadFailed, LocalrunError
@@ -103,8 +103,8 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     began = time.monotonic()
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
     try:
-        n_blocks = _allocate(parts, load)
-        runner = Runner(pipe, parts, n_blocks, load.max_queue)
+        n_blocks, n_slots = _allocate(parts, load)
+        runner = Runner(pipe, parts, n_blocks, load.max_queue, n_slots)
         info = parts.model.info
         pipe.send(
             Loaded(
@@ -113,7 +113,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 n_vocab=info.n_vocab,
                 kv_tokens=n_blocks * BLOCK_TOKENS,
                 weight_bytes=info.weight_bytes,
-                kv_bytes=n_blocks * info.kv_bytes_per_block,
+                kv_bytes=n_blocks * info.kv_bytes_per_block + n_slots * info.state_bytes,
                 packed=info.packed,
                 isa=info.isa,
                 num_thread=info.n_threads,
@@ -128,18 +128,26 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
         parts.model.close()
 
 
-def _allocate(parts: Parts, load: Load) -> int:
-    """Reserves the KV pool; the number of its blocks. Raises LoadFailed."""
+def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
+    """Reserves the KV pool and the slots of recurrent state; their numbers. Raises LoadFailed."""
     info = parts.model.info
     budget = kv_budget(available_memory(), load.kv_budget, info.kv_bytes_per_block, BLOCK_TOKENS, info.n_ctx_train)
-    n_blocks = budget // info.kv_bytes_per_block
+    n_slots = state_slots(available_memory(), load.kv_budget, info.state_bytes, pure=not info.kv_bytes_per_block)
+    if info.kv_bytes_per_block:
+        n_blocks = (budget - n_slots * info.state_bytes if load.kv_budget else budget) // info.kv_bytes_per_block
+    else:
+        n_blocks = blocks_without_kv(BLOCK_TOKENS, info.n_ctx_train)
     if n_blocks < 1:
-        raise LoadFailed(f"the KV cache needs at least {info.kv_bytes_per_block} bytes, kv_budget allows {budget}")
+        least = info.kv_bytes_per_block + n_slots * info.state_bytes
+        raise LoadFailed(f"the KV cache needs at least {least} bytes, kv_budget allows {budget}")
     try:
         parts.model.allocate_kv(n_blocks)
+        if n_slots:
+            parts.model.allocate_state(n_slots)
     except MemoryError:
-        raise LoadFailed(f"not enough memory for a KV cache of {n_blocks * info.kv_bytes_per_block >> 20} MiB") from None
-    return n_blocks
+        size = n_blocks * info.kv_bytes_per_block + n_slots * info.state_bytes
+        raise LoadFailed(f"not enough memory for a KV cache of {size >> 20} MiB") from None
+    return n_blocks, n_slots
 
 
 def _report_failure(pipe: Pipe, request_id: str, error: LocalrunError) -> None:
@@ -162,9 +170,11 @@ def _request_id(message: Load | Generate | Render | Tokenize | Detokenize | Eval
 class Runner:
     """The loop around an engine. `run` returns on Shutdown and when the daemon is gone."""
 
-    def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int) -> None:
+    def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int, n_slots: int = 0) -> None:
         self._pipe = pipe
-        self.engine = Engine(parts.model, n_blocks, pipe.send, say=lambda ids: repr(self._intake.text(ids)), max_waiting=max_queue)
+        self.engine = Engine(
+            parts.model, n_blocks, pipe.send, n_slots=n_slots, say=lambda ids: repr(self._intake.text(ids)), max_waiting=max_queue
+        )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters)
         self._inbox: queue.SimpleQueue[Job | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 

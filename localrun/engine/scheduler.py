@@ -71,7 +71,9 @@ class Plan:
 
 
 class Scheduler:
-    """`max_rows`: of one pass. `max_running`: sequences at a time. `max_waiting`: queued beyond those, before Busy is raised."""
+    """`max_rows`: of one pass. `max_running`: sequences at a time (with recurrent state: as half of the slots allow; the rest is for
+    snapshots). `max_waiting`: queued beyond those, before Busy is raised.
+    """
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Scheduler:
         self.cache = cache
         self.cost = cost
         self.max_rows = max_rows
-        self.max_running = min(max_running, max_rows)
+        self.max_running = min(max_running, max_rows, max_rows if cache.states is None else max(1, cache.states.n_slots // 2))
         self.max_waiting = max_waiting
         self.target_s = target_s
         self.alone_s = alone_s
@@ -200,7 +202,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, seq: Sequence, now: float) -> bool:
         """Takes a waiting sequence in, if there is room for it."""
-        if len(self.running) >= self.max_running or seq in plan.preempted:
+        if len(self.running) >= self.max_running or seq in plan.preempted or not self.cache.hold(seq):
             return False
         self.cache.adopt(seq)
         if not self._has_room(seq):
@@ -216,6 +218,8 @@ class Scheduler:
 
     def _plan_chunk(self, plan: Plan, seq: Sequence, seconds: float) -> bool:
         """As many tokens of a prompt as the step's time allows. False: no more this step."""
+        if not self.cache.hold(seq):  # it has lost its slot when its context was shifted
+            return False
         self.cache.adopt(seq)
         if self._will_be_shared(plan, seq):
             return True
@@ -235,6 +239,7 @@ class Scheduler:
             if victim is seq:
                 return False
             self._preempt(plan, victim)
+        self.cache.plan_snapshots(seq, seq.computed, count)
         plan.slices.append(Slice(seq, seq.computed, count))
         return True
 
@@ -246,6 +251,12 @@ class Scheduler:
         tree."""
         if not seq.may_reuse:
             return False
+        if self.cache.states is not None:  # what can be taken is a state, and that is only where a snapshot will be
+            return any(
+                seq.computed < position < len(seq.tokens) and s.seq.tokens[:position] == seq.tokens[:position]
+                for s in plan.slices
+                for position in s.seq.saves
+            )
         end = seq.computed - seq.computed % self.cache.pool.block_tokens + self.cache.pool.block_tokens
         return end < len(seq.tokens) and any(
             s.seq.may_reuse and s.start <= seq.computed and s.start + s.count >= end and s.seq.tokens[:end] == seq.tokens[:end]

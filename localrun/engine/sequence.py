@@ -55,6 +55,13 @@ class Sequence:
     in_tree: int = 0
     """How many of its tokens, from the start, are known to be in the tree."""
     tree_cursor: Node | None = None
+    slot: int = -1
+    """Of a model with recurrent state: the slot that holds the state after `computed` tokens."""
+    saves: dict[int, int] = field(default_factory=dict)
+    """Slots that get snapshots in this step, by the number of tokens after which they are taken."""
+    branch: int = 0
+    """A block boundary up to which the tree knew the tokens but had no snapshot: others have left the path behind it before."""
+    n_rewound: int = 0
     draft: list[int] = field(default_factory=list)
     """Guesses at the next tokens, to be checked in the next step."""
     n_prompt: int = 0

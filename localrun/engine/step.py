@@ -20,6 +20,7 @@ from localrun.engine.parts import as_localrun_error
 from localrun.engine.scheduler import Plan, Scheduler, Slice
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
+from localrun.engine.states import StateSlots
 from localrun.errors import DeadlineExceeded, LocalrunError
 from localrun.messages import Failed, FromRunner, Inspected
 from localrun.models.model import BLOCK_TOKENS, Model, Span
@@ -35,7 +36,9 @@ _NEAR_MISSES = 8
 
 
 class Engine:
-    """`model` has had its KV pool of n_blocks allocated. `emit` gets every event, in order. `say` writes tokens as a person reads them."""
+    """`model` has had its KV pool of n_blocks allocated, and n_slots for recurrent state if it has any. `emit` gets every event, in order.
+    `say` writes tokens as a person reads them.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Engine:
         n_blocks: int,
         emit: Emit,
         *,
+        n_slots: int = 0,
         say: Callable[[list[int]], str] = repr,
         clock: Callable[[], float] = time.monotonic,
         max_running: int = 64,
@@ -50,7 +54,8 @@ class Engine:
         target_s: float = 0.2,
     ) -> None:
         self.model = model
-        self.cache = KVCache(n_blocks, BLOCK_TOKENS, model.copy_block)
+        states = StateSlots(n_slots, model.copy_state) if model.info.state_bytes else None
+        self.cache = KVCache(n_blocks, BLOCK_TOKENS, model.copy_block, states)
         self.cost = CostModel(model.info.max_batch)
         self.scheduler = Scheduler(
             self.cache, self.cost, max_rows=model.info.max_batch, max_running=max_running, max_waiting=max_waiting, target_s=target_s
@@ -167,7 +172,11 @@ class Engine:
         log.info("request %s: %s", seq.request_id, job.near_miss)
 
     def _draft(self) -> None:
-        """Lets every sequence that is about to decode propose what may follow, as long as that makes the pass better for all."""
+        """Lets every sequence that is about to decode propose what may follow, as long as that makes the pass better for all. Recurrent
+        state cannot be taken back where a guess was wrong, so models that have it get no guesses.
+        """
+        if self.model.info.state_bytes:
+            return
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
         rows, attended = len(decoding), sum(seq.computed for seq in decoding)
         if not self.cost.knows(rows):
@@ -190,6 +199,8 @@ class Engine:
                 outputs=np.array(self._job(s.seq).outputs(s.start, s.count, len(s.draft)), np.int32),
                 adapter=s.seq.adapter.number if s.seq.adapter is not None else 0,
                 adapter_scale=s.seq.adapter_scale,
+                state=s.seq.slot,
+                snapshots=tuple((position - s.start, slot) for position, slot in s.seq.saves.items()),
             )
             for s in plan.slices
         ]

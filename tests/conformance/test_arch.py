@@ -93,6 +93,8 @@ TABLE = {
     "llama-tq": {"tq1_0": "rounded", "tq2_0": "rounded", "iq1_s": "rounded", "nvfp4": "rounded", "iq4_nl": "rounded"},
     "llama3-ropefreqs": {"f32": "exact", "q5_0": "rounded"},
     "llama4": {"f32": "exact", "q8_0": "rounded"},
+    "mamba": {"f32": "exact", "q4_0": "rounded", "q8_0": "rounded"},
+    "mamba2": {"f32": "exact", "q8_0": "rounded"},
     "minicpm": {"f32": "exact"},
     "minicpm3": {"f32": "exact"},
     "minimax-m2": {"f32": "exact"},
@@ -193,7 +195,14 @@ def load(name: str, variant: str, **options: Any) -> Model:
     asked = {"n_threads": 2, "max_batch": 64, "n_ctx": 256, "kv_type": "f32", "cache_dir": os.environ["LOCALRUN_CACHE"], **options}
     model = load_model(path_of(name, variant), LoadOptions(**asked))
     model.allocate_kv(16)
+    if model.info.state_bytes:
+        model.allocate_state(3)
     return model
+
+
+def slot_of(model: Model, slot: int) -> int:
+    """The slot, of a model that has recurrent state."""
+    return slot if model.info.state_bytes else -1
 
 
 def logits(model: Model, tokens: NDArray[np.int32], chunks: list[int], blocks: NDArray[np.int32] | None = None) -> Floats:
@@ -202,7 +211,7 @@ def logits(model: Model, tokens: NDArray[np.int32], chunks: list[int], blocks: N
     assert sum(chunks) == len(tokens) <= len(table) * BLOCK_TOKENS
     rows, start = [], 0
     for n in chunks:
-        span = Span(tokens[start : start + n], start, table, np.arange(n, dtype=np.int32))
+        span = Span(tokens[start : start + n], start, table, np.arange(n, dtype=np.int32), state=slot_of(model, 1))
         rows.append(model.forward([span]).copy())
         start += n
     return np.concatenate(rows)
@@ -290,7 +299,7 @@ def test_f32_greedy_continuation(name: str, variant: str) -> None:
         for step, want in enumerate(want_tokens):
             best, second = np.sort(last)[-2:][::-1]
             assert best - second < CLEAR_MARGIN or int(last.argmax()) == want, f"step {step}"
-            span = Span(np.array([want], np.int32), len(ref.tokens) + step, table, np.zeros(1, np.int32))
+            span = Span(np.array([want], np.int32), len(ref.tokens) + step, table, np.zeros(1, np.int32), state=slot_of(model, 1))
             last = model.forward([span])[0].copy()
             if "logits_exact_gelu" not in ref.arrays:  # else these rows, too, were made with rounded GELU values
                 assert_close(last, ref.arrays["greedy_logits"][step])
@@ -379,9 +388,13 @@ def test_neighbours_in_a_batch_change_no_bit(name: str, variant: str) -> None:
         other = ref.tokens[::-1].copy()
         tables = [np.array([12, 1, 6], np.int32), np.array([8, 2, 14], np.int32)]
         every = np.arange(20, dtype=np.int32)
-        first = model.forward([Span(other[:7], 0, tables[1], every[:0]), Span(ref.tokens[:20], 0, tables[0], every)]).copy()
-        second = model.forward([Span(ref.tokens[20:40], 20, tables[0], every), Span(other[7:8], 7, tables[1], every[:1])]).copy()
-        third = model.forward([Span(other[8:40], 8, tables[1], every[:0]), Span(ref.tokens[40:], 40, tables[0], every[:8])]).copy()
+
+        def span(tokens: NDArray[np.int32], which: int, start: int, end: int, outputs: int) -> Span:
+            return Span(tokens[start:end], start, tables[which], every[:outputs], state=slot_of(model, which))
+
+        first = model.forward([span(other, 1, 0, 7, 0), span(ref.tokens, 0, 0, 20, 20)]).copy()
+        second = model.forward([span(ref.tokens, 0, 20, 40, 20), span(other, 1, 7, 8, 1)]).copy()
+        third = model.forward([span(other, 1, 8, 40, 0), span(ref.tokens, 0, 40, 48, 8)]).copy()
     finally:
         model.close()
     got = np.concatenate([first, second[:20], third])

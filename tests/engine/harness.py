@@ -52,15 +52,19 @@ class Harness:
         *,
         clock: FakeClock | None = None,
         template: str = TEMPLATE,
+        n_slots: int = 8,
         **options: Any,
     ) -> None:
         self.clock = clock or FakeClock()
         self.model = model or FakeModel()
         self.model.allocate_kv(n_blocks)
+        self.n_slots = n_slots if self.model.info.state_bytes else 0
+        if self.n_slots:
+            self.model.allocate_state(self.n_slots)
         self.parts: Parts = parts_of(self.model, template)
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
-        self.engine = Engine(self.model, n_blocks, self._emit, clock=self.clock, say=self._say, **options)
+        self.engine = Engine(self.model, n_blocks, self._emit, n_slots=self.n_slots, clock=self.clock, say=self._say, **options)
         self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, self.clock)
         self._n = 0
 
@@ -120,3 +124,5 @@ class Harness:
             raise AssertionError(f"still at work after {most_steps} steps")
         assert all(outcome.ended for outcome in self.outcomes.values())
         assert self.engine.cache.pool.n_held == 0, "blocks were not given back"
+        if (states := self.engine.cache.states) is not None:
+            assert states.n_free + states.n_snapshots == states.n_slots, "slots were not given back"
