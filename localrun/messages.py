@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 Overflow = Literal["error", "truncate_oldest", "shift"]
+DraftRule = Literal["exact", "ratio"]
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -93,6 +94,9 @@ class Load(Struct, tag="load", kw_only=True):
     """Bytes for KV blocks; 0: what is free after the weights, bounded."""
     max_queue: int = 512
     model_name: str = ""
+    draft_path: str = ""
+    """A smaller model with the same vocabulary that guesses ahead; empty: none."""
+    draft_digest: str = ""
 
 
 class Generate(Struct, tag="generate", kw_only=True):
@@ -138,7 +142,10 @@ class Generate(Struct, tag="generate", kw_only=True):
     adapter_scale: float = 1.0
     """Factor of what they add."""
     draft_num_predict: int = -1
-    """Most tokens guessed ahead from the text's own past. Below 0: as many as pay, by measurement; 0: none. Never changes the answer."""
+    """Most tokens guessed ahead, from the text's own past or by the draft model. Below 0: as many as pay, by measurement; 0: none."""
+    draft_rule: DraftRule = "exact"
+    """When a guess is kept. "exact": when it is the token that would have come without guesses, so that they never change the answer;
+    "ratio": the textbook rule, after which answers are distributed alike without being the same."""
 
 
 class Render(Struct, tag="render", kw_only=True):

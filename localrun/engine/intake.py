@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from localrun.engine.answer import Answer
 from localrun.engine.bans import BannedStrings
 from localrun.engine.draws import draw_seed
@@ -68,7 +70,13 @@ class Intake:
         seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority, deadline=deadline)
         given = request.sampling.seed
         seed = draw_seed() if given is None or given < 0 else given
-        sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, self._breakers(request.sampling.dry_sequence_breakers))
+        breakers = self._breakers(request.sampling.dry_sequence_breakers)
+        sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, breakers)
+        guesser = None
+        if self._parts.draft is not None and request.draft_num_predict:
+            guesser = Sampler(msgspec.structs.replace(request.sampling, mirostat=0), seed, self._tokenizer.eog_ids, breakers)
+        if request.draft_rule == "ratio" and request.sampling.mirostat:
+            raise Unsupported("draft_rule: ratio cannot be combined with mirostat, whose cut follows its own draws", param="draft_rule")
         job = Generation(
             seq,
             sampler,
@@ -86,6 +94,8 @@ class Intake:
             shifts=shifts,
             constraint=self._constraint(request, prompt),
             speculator=_speculator(request.draft_num_predict, prompt.tokens),
+            guesser=guesser,
+            by_ratio=request.draft_rule == "ratio",
             dropped_messages=prompt.dropped_messages,
             dropped_tokens=prompt.dropped_tokens,
         )

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from localrun.engine import ratio
 from localrun.engine.answer import Answer, Shown
 from localrun.engine.bans import BannedStrings, Chosen
+from localrun.engine.ratio import Distribution
 from localrun.engine.sampler import Sampler, logprobs_of
 from localrun.engine.selection import Floats, largest, log_sum_exp
 from localrun.engine.sequence import Sequence
@@ -44,6 +46,15 @@ class Job(Protocol):
     def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
         """Guesses at its next tokens, at most `most`; see Speculator.draft."""
 
+    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
+        """How many guesses of a draft model it wants, at most `most`; see Speculator.wish."""
+
+    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
+        """See drafting.Guesser."""
+
+    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
+        """A draft model has made n guesses; see Speculator.guessed."""
+
     def started(self) -> list[FromRunner]:
         """What to report when it is first scheduled."""
 
@@ -73,6 +84,10 @@ class Generation:
     scores: bool = False
     max_tokens: int = -1
     speculator: Speculator | None = None
+    guesser: Sampler | None = None
+    """Chooses from a draft model's logits; None: no draft model is asked."""
+    by_ratio: bool = False
+    """Whether guesses are kept by the textbook rule (ratio.py)."""
     constraint: Constraint | AfterThinking | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
@@ -89,6 +104,8 @@ class Generation:
     """Log-probability of each token of the answer, where they are looked at."""
     _banned: dict[int, list[int]] = field(default_factory=dict)
     """Tokens that must not come at a position."""
+    _guesses: list[Distribution] = field(default_factory=list)
+    """What the draft model's guesses were drawn from, with the textbook rule."""
 
     @property
     def done(self) -> bool:
@@ -106,8 +123,29 @@ class Generation:
     def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
         if self.speculator is None or most < 1:
             return []
-        most = most if self.max_tokens < 0 else min(most, self.max_tokens - self.n_chosen - 1)
-        return self.speculator.draft(self.seq.tokens, cost, others, max(0, most))
+        self._guesses = []
+        return self.speculator.draft(self.seq.tokens, cost, others, self._at_most(most))
+
+    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
+        if self.speculator is None or self.guesser is None or most < 1:
+            return 0
+        return self.speculator.wish(cost, guess_s, others, self._at_most(most))
+
+    def _at_most(self, most: int) -> int:
+        return max(0, most if self.max_tokens < 0 else min(most, self.max_tokens - self.n_chosen - 1))
+
+    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
+        """By the draw that the answer itself will make there: the more alike the two models are, the more often it is the same token."""
+        assert self.guesser is not None
+        position = self.seq.position + ahead
+        if not self.by_ratio:
+            return self.guesser.choose(row, tokens, position)
+        self._guesses.append(self.guesser.distribution(row, tokens, position))
+        return ratio.guess(self._guesses[-1], self.sampler.seed, position)
+
+    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
+        if self.speculator is not None:
+            self.speculator.guessed(n, cost, spent_s)
 
     def started(self) -> list[FromRunner]:
         seq = self.seq
@@ -131,7 +169,7 @@ class Generation:
             return 0
         accepted, before = 0, len(seq.tokens)
         for i, row in enumerate(rows):
-            went_on = self._take_token(row)
+            went_on = self._take_token(row, draft[i] if self.by_ratio and i < len(draft) else None, i)
             accepted = i
             if not went_on or i >= len(draft) or seq.tokens[-1] != draft[i]:
                 break
@@ -140,12 +178,21 @@ class Generation:
             self.speculator.observe(seq.tokens[before:], accepted)
         return accepted
 
-    def _take_token(self, row: Floats) -> bool:
-        """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use."""
+    def _take_token(self, row: Floats, guess: int | None, ahead: int) -> bool:
+        """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use.
+
+        guess: the `ahead`-th token of the draft, where the textbook rule decides on it.
+        """
         seq = self.seq
         raw = row.copy() if self.n_logprobs is not None or self.scores else None
         allowed = None if self.constraint is None else self.constraint.allowed()
-        token = self.sampler.choose(row, seq.tokens, seq.position, allowed, self._banned.get(seq.position, ()))
+        banned = self._banned.get(seq.position, ())
+        if guess is None:
+            token = self.sampler.choose(row, seq.tokens, seq.position, allowed, banned)
+        else:
+            q = self._guesses[ahead] if ahead < len(self._guesses) else Distribution.of(guess)
+            p = self.sampler.distribution(row, seq.tokens, seq.position, allowed, banned)
+            token = ratio.verdict(p, q, guess, self.sampler.seed, seq.position)
         logprobs = None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0)
         went_on = self._add(Chosen(token, logprobs))
         if self.constraint is None or not went_on or raw is not None:
@@ -294,6 +341,15 @@ class Evaluation:
 
     def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
         return []
+
+    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
+        return 0
+
+    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
+        raise AssertionError("an evaluation has all its tokens")
+
+    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
+        raise AssertionError("an evaluation has all its tokens")
 
     def started(self) -> list[FromRunner]:
         return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrun.errors import LoadFailed, LocalrunError, ModelFileRejected
+from localrun.errors import BadRequest, LoadFailed, LocalrunError, ModelFileRejected
 from localrun.messages import Load
 from localrun.models.errors import ModelFileError
 from localrun.models.model import LoadOptions, Model, Progress
@@ -26,6 +26,8 @@ class Parts:
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
+    draft: Model | None = None
+    """Guesses ahead for the model; has its vocabulary."""
 
     @property
     def capabilities(self) -> list[str]:
@@ -35,6 +37,9 @@ class Parts:
 
 
 Loader = Callable[[Load, Progress], Parts]
+
+_UNUSED_TOKENS = 512
+"""By which vocabularies of one family differ at most: padding of the embedding table to a round number."""
 
 
 def load_parts(load: Load, progress: Progress) -> Parts:
@@ -54,9 +59,44 @@ def load_parts(load: Load, progress: Progress) -> Parts:
     )
     try:
         model = load_model(path, options, progress)
+        draft = _load_draft(load, tokenizer, options, progress) if load.draft_path else None
     except (CompileError, ValueError) as error:
         raise LoadFailed(str(error)) from error
-    return Parts(model, tokenizer, template)
+    return Parts(model, tokenizer, template, draft)
+
+
+def _load_draft(load: Load, tokenizer: Tokenizer, options: LoadOptions, progress: Progress) -> Model:
+    """Raises BadRequest when it has another vocabulary, and what `load_parts` raises."""
+    from localrun.models.gguf import open_gguf
+    from localrun.models.load import load_model
+    from localrun.text.tokenizer import load_tokenizer
+
+    with open_gguf(Path(load.draft_path)) as gguf:
+        own = load_tokenizer(gguf, Path(load.cache_dir) if load.draft_digest else None, load.draft_digest)
+    check_same_vocabulary(tokenizer, own)
+    model = load_model(load.draft_path, options, progress)
+    if model.info.state_bytes or not model.info.causal:
+        model.close()
+        raise BadRequest(f"draft: a model of the kind {model.info.architecture} cannot take guesses back; choose another", param="draft")
+    return model
+
+
+def check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    """Raises BadRequest unless the draft model's tokens are the model's, but for unused ones at the end."""
+    for token in range(min(tokenizer.n_vocab, draft.n_vocab)):
+        theirs, ours = draft.piece(token, special=True), tokenizer.piece(token, special=True)
+        if theirs != ours:
+            raise BadRequest(
+                f"draft: the draft model has another vocabulary: its token {token} is {theirs!r}, the model's is {ours!r}; "
+                "choose a smaller model of the same family",
+                param="draft",
+            )
+    if abs(tokenizer.n_vocab - draft.n_vocab) > _UNUSED_TOKENS or tokenizer.eog_ids != draft.eog_ids:
+        raise BadRequest(
+            f"draft: the draft model has another vocabulary, of {draft.n_vocab} tokens where the model has {tokenizer.n_vocab}, or ends "
+            "its turns with other tokens; choose a smaller model of the same family",
+            param="draft",
+        )
 
 
 def resolve_loader(loader: Loader | str | None) -> Loader:

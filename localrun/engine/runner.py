@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from localrun import messages
+from localrun.engine.drafting import Drafter
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.memory import available_memory, blocks_without_kv, kv_budget, state_slots
@@ -105,6 +106,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     try:
         n_blocks, n_slots = _allocate(parts, load)
         runner = Runner(pipe, parts, n_blocks, load.max_queue, n_slots)
+        models = [parts.model.info, *([parts.draft.info] if parts.draft is not None else [])]
         info = parts.model.info
         pipe.send(
             Loaded(
@@ -112,8 +114,8 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 n_ctx_train=info.n_ctx_train,
                 n_vocab=info.n_vocab,
                 kv_tokens=n_blocks * BLOCK_TOKENS,
-                weight_bytes=info.weight_bytes,
-                kv_bytes=n_blocks * info.kv_bytes_per_block + n_slots * info.state_bytes,
+                weight_bytes=sum(one.weight_bytes for one in models),
+                kv_bytes=n_blocks * sum(one.kv_bytes_per_block for one in models) + n_slots * info.state_bytes,
                 packed=info.packed,
                 isa=info.isa,
                 num_thread=info.n_threads,
@@ -126,27 +128,33 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
         runner.run()
     finally:
         parts.model.close()
+        if parts.draft is not None:
+            parts.draft.close()
 
 
 def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
-    """Reserves the KV pool and the slots of recurrent state; their numbers. Raises LoadFailed."""
+    """Reserves the KV pool, the draft model's with as many blocks, and the slots of recurrent state; the numbers of blocks and slots.
+
+    Raises LoadFailed.
+    """
     info = parts.model.info
-    budget = kv_budget(available_memory(), load.kv_budget, info.kv_bytes_per_block, BLOCK_TOKENS, info.n_ctx_train)
+    models = [parts.model, *([parts.draft] if parts.draft is not None else [])]
+    per_block = sum(model.info.kv_bytes_per_block for model in models)
+    budget = kv_budget(available_memory(), load.kv_budget, per_block, BLOCK_TOKENS, info.n_ctx_train)
     n_slots = state_slots(available_memory(), load.kv_budget, info.state_bytes, pure=not info.kv_bytes_per_block)
-    if info.kv_bytes_per_block:
-        n_blocks = (budget - n_slots * info.state_bytes if load.kv_budget else budget) // info.kv_bytes_per_block
+    if per_block:
+        n_blocks = (budget - n_slots * info.state_bytes if load.kv_budget else budget) // per_block
     else:
         n_blocks = blocks_without_kv(BLOCK_TOKENS, info.n_ctx_train)
     if n_blocks < 1:
-        least = info.kv_bytes_per_block + n_slots * info.state_bytes
-        raise LoadFailed(f"the KV cache needs at least {least} bytes, kv_budget allows {budget}")
+        raise LoadFailed(f"the KV cache needs at least {per_block + n_slots * info.state_bytes} bytes, kv_budget allows {budget}")
     try:
-        parts.model.allocate_kv(n_blocks)
+        for model in models:
+            model.allocate_kv(n_blocks)
         if n_slots:
             parts.model.allocate_state(n_slots)
     except MemoryError:
-        size = n_blocks * info.kv_bytes_per_block + n_slots * info.state_bytes
-        raise LoadFailed(f"not enough memory for a KV cache of {size >> 20} MiB") from None
+        raise LoadFailed(f"not enough memory for a KV cache of {n_blocks * per_block + n_slots * info.state_bytes >> 20} MiB") from None
     return n_blocks, n_slots
 
 
@@ -172,8 +180,15 @@ class Runner:
 
     def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int, n_slots: int = 0) -> None:
         self._pipe = pipe
+        drafter = Drafter(parts.draft, n_blocks, parts.model.info.n_vocab) if parts.draft is not None else None
         self.engine = Engine(
-            parts.model, n_blocks, pipe.send, n_slots=n_slots, say=lambda ids: repr(self._intake.text(ids)), max_waiting=max_queue
+            parts.model,
+            n_blocks,
+            pipe.send,
+            n_slots=n_slots,
+            say=lambda ids: repr(self._intake.text(ids)),
+            max_waiting=max_queue,
+            drafter=drafter,
         )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters)
         self._inbox: queue.SimpleQueue[Job | Cancel | Inspect | Shutdown] = queue.SimpleQueue()

@@ -26,7 +26,8 @@ from localrun.engine.draws import uniform
 from localrun.engine.filters import Logits64, cut_by_sigma, exclude_top, exclude_top_of_all, softmax, truncate
 from localrun.engine.mirostat import Mirostat
 from localrun.engine.penalties import Penalties
-from localrun.engine.selection import Floats, draw_from_all, largest, log_sum_exp
+from localrun.engine.ratio import Distribution
+from localrun.engine.selection import Floats, Ids, draw_from_all, largest, log_sum_exp
 from localrun.errors import LocalrunError
 from localrun.messages import Sampling
 
@@ -77,6 +78,41 @@ class Sampler:
         nothing is left to choose from.
         """
         o = self.options
+        best = self._prepare(row, tokens, allowed, banned)
+        if o.temperature <= 0:
+            return best
+        if self._mirostat is not None:
+            row *= np.float32(1.0 / o.temperature)
+            ids, logits = self._mirostat.truncate(row)
+            index = self._draw(logits, position)
+            self._mirostat.learn(logits, index)
+            return int(ids[index])
+        kept = self._kept(row, position)
+        if kept is None:
+            return draw_from_all(row * np.float32(1.0 / o.temperature), uniform(self.seed, position))
+        ids, logits = kept
+        return int(ids[self._draw(logits / o.temperature, position)])
+
+    def distribution(
+        self,
+        row: Floats,
+        tokens: Sequence[int],
+        position: int,
+        allowed: NDArray[np.bool_] | None = None,
+        banned: Sequence[int] = (),
+    ) -> Distribution:
+        """What `choose` draws from, for the same arguments; not with mirostat, whose cut is part of its draw."""
+        best = self._prepare(row, tokens, allowed, banned)
+        if self.options.temperature <= 0:
+            return Distribution(np.array([best]), np.ones(1))
+        kept = self._kept(row, position)
+        if kept is None:
+            ids = np.flatnonzero(row > -np.inf)
+            kept = ids, row[ids].astype(np.float64)
+        return Distribution(kept[0], softmax(kept[1] / self.options.temperature))
+
+    def _prepare(self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None, banned: Sequence[int]) -> int:
+        """Penalties and prohibitions, in the row; the likeliest token that is left. Raises LocalrunError."""
         self._penalties.apply(row, tokens)
         if allowed is not None:
             row[~allowed[: len(row)]] = -np.inf
@@ -87,14 +123,11 @@ class Sampler:
             raise LocalrunError(
                 "the model's output is not a number" if row[best] != -np.inf else _no_way_on(allowed is not None, bool(banned))
             )
-        if o.temperature <= 0:
-            return best
-        if self._mirostat is not None:
-            row *= np.float32(1.0 / o.temperature)
-            ids, logits = self._mirostat.truncate(row)
-            index = self._draw(logits, position)
-            self._mirostat.learn(logits, index)
-            return int(ids[index])
+        return best
+
+    def _kept(self, row: Floats, position: int) -> tuple[Ids, Logits64] | None:
+        """The candidates that the truncations leave, temperature still to come; None: all that is finite in the row."""
+        o = self.options
         excludes = o.xtc_probability > 0 and uniform(self.seed, position, _XTC_STREAM) < o.xtc_probability
         if o.top_n_sigma > 0:
             cut_by_sigma(row, o.top_n_sigma)
@@ -102,9 +135,8 @@ class Sampler:
         if kept is None:
             if excludes:
                 exclude_top_of_all(row, o.xtc_threshold)
-            return draw_from_all(row * np.float32(1.0 / o.temperature), uniform(self.seed, position))
-        ids, logits = exclude_top(*kept, o.xtc_threshold) if excludes else kept
-        return int(ids[self._draw(logits / o.temperature, position)])
+            return None
+        return exclude_top(*kept, o.xtc_threshold) if excludes else kept
 
     def forced(self) -> None:
         """A token came that was not chosen here."""

@@ -1,10 +1,11 @@
-"""Guessing the next tokens from the sequence's own past (prompt lookup), and deciding how many guesses are worth a pass.
+"""Guessing the next tokens from the sequence's own past (prompt lookup), and deciding how many guesses, from there or from a draft model,
+are worth a pass.
 
 A draft is checked in one forward pass, and a token of it is kept exactly when it is the one that is chosen anyway (jobs.py), so drafts
 change the speed of an answer and never its text. What is decided here is only how many to check: the number that makes most tokens per
 second by the measured cost of wider passes and the measured rate at which guesses come true. Where no number beats zero, nothing is
 drafted; since guesses are compared with what comes even when they were not checked, the rate stays known, and drafting begins again when it
-pays.
+pays. A draft model's guesses cost time to make: once they have lost, they are tried again after a while only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _HARDLY = 0.01
 """A guess with less of a chance is not looked at."""
 _MEMORY = 0.97
 """What a success or failure counts for after each later one."""
+_TRY_AGAIN = 48
+"""Passes after which a draft model whose guesses did not pay is asked for two once more."""
 
 
 class Rate:
@@ -54,7 +57,12 @@ class Speculator:
         """How often the first guess comes true, by length of what was found."""
         self._next = Rate(0.7)
         """How often a guess comes true when the one before it has."""
+        self._model = Rate(0.8)
+        """How often a draft model's guess comes true when all before it have."""
+        self._idle = 0
+        """Passes since the draft model was last asked."""
         self._guess: list[int] = []
+        self._by_model = False
         self._kind = 0
         self._drafted = 0
         self._cost_s = (0.0, 0.0)
@@ -77,8 +85,35 @@ class Speculator:
             if chance < _HARDLY:
                 break
         self._drafted = best
+        self._by_model = False
         self._cost_s = (plain, cost(best))
         return self._guess[:best]
+
+    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
+        """How many guesses of a draft model, each of which takes guess_s, are worth making; asked where `draft` found none.
+
+        cost, others, most as for `draft`.
+        """
+        self._idle += 1
+        best, best_rate = 0, (1.0 + others) * _MARGIN
+        plain, expected, chance = cost(0), 1.0, 1.0
+        for k in range(1, min(self.most, most) + 1):
+            chance *= self._model.value
+            expected += chance
+            rate = (expected + others) * plain / max(cost(k) + k * guess_s, 1e-9)
+            if rate > best_rate:
+                best, best_rate = k, rate
+            if chance < _HARDLY:
+                break
+        if not best and self._idle >= _TRY_AGAIN:
+            best = min(2, self.most, most)
+        return best
+
+    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
+        """A draft model has made n guesses that will be checked in the coming pass, in spent_s."""
+        self._idle = 0
+        self._drafted, self._by_model = n, True
+        self._cost_s = (cost(0), cost(n) + spent_s)
 
     def observe(self, came: list[int], accepted: int) -> None:
         """What was chosen, and how many drafted tokens of it: called once after each `draft`."""
@@ -87,6 +122,9 @@ class Speculator:
             (self._next if i else self._first[self._kind]).add(guessed == token)
             if guessed != token:
                 break
+        if self._by_model:
+            for i in range(min(self._drafted, accepted + 1)):
+                self._model.add(i < accepted)
         self.n_drafted += self._drafted
         self.n_accepted += accepted
         if self._drafted:

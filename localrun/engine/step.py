@@ -15,6 +15,7 @@ import numpy as np
 from localrun.engine.adapters import AdapterShelf
 from localrun.engine.cache import KVCache
 from localrun.engine.cost import CostModel
+from localrun.engine.drafting import Drafter, Wish
 from localrun.engine.jobs import Job
 from localrun.engine.parts import as_localrun_error
 from localrun.engine.scheduler import Plan, Scheduler, Slice
@@ -52,8 +53,10 @@ class Engine:
         max_running: int = 64,
         max_waiting: int = 512,
         target_s: float = 0.2,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
+        self.drafter = drafter
         states = StateSlots(n_slots, model.copy_state) if model.info.state_bytes else None
         self.cache = KVCache(n_blocks, BLOCK_TOKENS, model.copy_block, states)
         self.cost = CostModel(model.info.max_batch)
@@ -135,6 +138,8 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError where blocks, tables and tree contradict each other."""
         self.cache.check(self.scheduler.sequences)
+        if self.drafter is not None:
+            self.drafter.check()
 
     def _schedule(self) -> Plan:
         now = self._clock()
@@ -186,6 +191,30 @@ class Engine:
             seq.draft = self._job(seq).draft(self._cost_of_more(rows, attended, seq.computed), len(decoding) - 1, room)
             rows += len(seq.draft)
             attended += len(seq.draft) * seq.computed
+        if self.drafter is not None and not self.drafter.failed:
+            self._ask_the_draft_model(self.drafter, decoding, rows, attended)
+
+    def _ask_the_draft_model(self, drafter: Drafter, decoding: list[Sequence], rows: int, attended: int) -> None:
+        """Guesses for those whose own past suggests nothing."""
+        wishes = []
+        guess_s = drafter.seconds(len(decoding)) / max(1, len(decoding))
+        for seq in decoding:
+            room = min(seq.limit - len(seq.tokens) - 1, self.model.info.max_batch - rows)
+            cost = self._cost_of_more(rows, attended, seq.computed)
+            most = 0 if seq.draft else self._job(seq).wish(cost, guess_s, len(decoding) - 1, room)
+            if most:
+                wishes.append(Wish(seq, self._job(seq), most))
+                rows += most
+        if not wishes:
+            return
+        began = self._clock()
+        guesses = drafter.propose(wishes, self.scheduler.target_s / 4)
+        spent_s = (self._clock() - began) / len(wishes)
+        for wish, guessed in zip(wishes, guesses, strict=True):
+            wish.seq.draft = guessed
+            if guessed:
+                cost = self._cost_of_more(rows - wish.most, attended, wish.seq.computed)
+                self._job(wish.seq).guessed(len(guessed), cost, spent_s)
 
     def _cost_of_more(self, rows: int, attended: int, per_row: int) -> Callable[[int], float]:
         return lambda k: self.cost.predict(rows + k, attended + k * per_row, rows + k)
@@ -268,5 +297,7 @@ class Engine:
     def _remove(self, job: Job) -> None:
         self.scheduler.finish(job.seq)
         self.adapters.release(job.seq.adapter)
+        if self.drafter is not None:
+            self.drafter.forget(job.seq.request_id)
         del self._jobs[job.seq.request_id]
         self._reported.discard(job.seq.request_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from localrun.engine.drafting import Drafter
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.parts import Parts
@@ -53,6 +54,8 @@ class Harness:
         clock: FakeClock | None = None,
         template: str = TEMPLATE,
         n_slots: int = 8,
+        draft: FakeModel | None = None,
+        draft_blocks: int = 0,
         **options: Any,
     ) -> None:
         self.clock = clock or FakeClock()
@@ -62,6 +65,11 @@ class Harness:
         if self.n_slots:
             self.model.allocate_state(self.n_slots)
         self.parts: Parts = parts_of(self.model, template)
+        if draft is not None:
+            draft_blocks = draft_blocks or n_blocks
+            draft.allocate_kv(draft_blocks)
+            self.parts.draft = draft
+            options["drafter"] = Drafter(draft, draft_blocks, self.model.info.n_vocab, self.clock)
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
         self.engine = Engine(self.model, n_blocks, self._emit, n_slots=self.n_slots, clock=self.clock, say=self._say, **options)
@@ -126,3 +134,5 @@ class Harness:
         assert self.engine.cache.pool.n_held == 0, "blocks were not given back"
         if (states := self.engine.cache.states) is not None:
             assert states.n_free + states.n_snapshots == states.n_slots, "slots were not given back"
+        if self.engine.drafter is not None:
+            assert self.engine.drafter.cache.pool.n_held == 0, "the draft model's blocks were not given back"
