@@ -384,13 +384,13 @@ def parallel_layers(
         ffn(i, blk, second, x)
 
 
-def output(r: Recorder, w: Weights, p: Decoder, x: Row, *, scale: float = 1.0, soft_cap: float = 0.0) -> None:
-    """Final norm and logits of the rows that are asked for; scale: factor of the logits."""
-    weight, bias = w.maybe("output_norm.weight"), w.maybe("output_norm.bias")
+def output(r: Recorder, w: Weights, p: Decoder, x: Row, *, scale: float = 1.0, soft_cap: float = 0.0, norm: str = "output_norm") -> None:
+    """Final norm and logits of the rows that are asked for; scale: factor of the logits; norm: name of its tensors."""
+    weight, bias = w.maybe(f"{norm}.weight"), w.maybe(f"{norm}.bias")
     if scale != 1.0:
         # Scaling what the matrix reads is the same, and costs nothing.
-        weight = w.scaled("output_norm.weight", scale)
-        bias = w.scaled("output_norm.bias", scale) if bias else None
+        weight = w.scaled(f"{norm}.weight", scale)
+        bias = w.scaled(f"{norm}.bias", scale) if bias else None
     h = r.norm(x, weight, p.eps, "output_norm", kind=p.norm, bias=bias, outputs_only=True)
     r.logits(w.matrix("token_embd.weight" if p.tied else "output.weight"), h, w.maybe("output.bias"))
     if soft_cap:

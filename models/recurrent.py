@@ -6,10 +6,11 @@ are of which kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localrun.models.blocks import Decoder, Shapes
+from localrun.models.blocks import Attention, Decoder, Ffn, Shapes, attention_block, linear, normed
 from localrun.models.params import Keys
 
 if TYPE_CHECKING:
@@ -183,3 +184,51 @@ def mamba2(r: Recorder, w: Weights, p: Decoder, s: StateSpace, blk: str, h: Acti
     if w.has(f"{blk}.ssm_norm.weight"):
         r.norm_heads(y, s.groups, w.vector(f"{blk}.ssm_norm.weight"), p.eps, "ssm_norm")
     return r.quantized(y, "ssm_y")
+
+
+# ---- layers of which each is of its own kind ------------------------------------------------------------------------------------
+
+
+def mixed_layers(
+    r: Recorder, w: Weights, p: Decoder, x: Row, mixers: Sequence[Ffn], ffn: Ffn | None, *, residual_scale: float = 1.0,
+    ffn_norm: str = "ffn_norm",
+) -> None:
+    """x += mixer(norm x); x += ffn(norm x), with one mixer for each layer; no ffn: the mixer is all of a layer. residual_scale: factor of
+    what is added.
+    """
+    whole = residual_scale == 1.0
+
+    def add(part: Ffn, i: int, norm: str) -> None:
+        y = part(i, f"blk.{i}", normed(r, w, p, x, f"blk.{i}.{norm}"), x if whole else None)
+        if not whole:
+            r.add(y, x, "residual", scale=residual_scale)
+
+    for i, mixer in enumerate(mixers):
+        add(mixer, i, "attn_norm")
+        if ffn is not None:
+            add(ffn, i, ffn_norm)
+
+
+def attending(r: Recorder, w: Weights, p: Decoder, how: Attention) -> Ffn:
+    """The mixer of a layer that attends."""
+
+    def mixer(i: int, blk: str, h: Activation, add_to: Row | None) -> Row:
+        return linear(r, w, f"{blk}.attn_output", attention_block(r, w, p, blk, h, how), add_to=add_to)
+
+    return mixer
+
+
+def scanning(r: Recorder, w: Weights, p: Decoder, s: StateSpace, *, heads: bool) -> Ffn:
+    """The mixer of a layer of Mamba or, with `heads`, of Mamba 2."""
+
+    def mixer(i: int, blk: str, h: Activation, add_to: Row | None) -> Row:
+        return linear(r, w, f"{blk}.ssm_out", (mamba2 if heads else mamba)(r, w, p, s, blk, h), add_to=add_to)
+
+    return mixer
+
+
+def multiply(r: Recorder, a: Row, b: Row, name: str) -> Row:
+    """a * b, value by value, in a buffer of that name."""
+    y = r.row(name, a.width)
+    r.apply("mixing", "multiply", [a.address, a.stride, b.address, b.stride, y.address, y.stride, -(-a.width // 16)], name)
+    return y

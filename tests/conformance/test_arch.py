@@ -66,6 +66,7 @@ TABLE = {
     "exaone4": {"f32": "exact", "q8_0": "rounded"},
     "falcon": {"f32": "exact", "q8_0": "rounded"},
     "falcon-40b": {"f32": "exact", "q8_0": "rounded"},
+    "falcon-h1": {"f32": "exact", "q8_0": "rounded"},
     "gemma": {"f32": "exact", "q4_0": "rounded"},
     "gemma2": {"f32": "exact", "q8_0": "rounded"},
     "gemma3": {"f32": "exact", "q4_0": "rounded"},
@@ -78,11 +79,15 @@ TABLE = {
     "gpt2": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
     "gptneox": {"f32": "exact", "q4_0": "rounded"},
     "granite": {"f32": "exact", "q4_0": "rounded"},
+    "granitehybrid": {"f32": "exact", "q8_0": "rounded"},
     "granitemoe": {"f32": "exact", "q8_0": "rounded"},
     "hunyuan-dense": {"f32": "exact"},
     "hunyuan-moe": {"f32": "exact"},
     "internlm2": {"f32": "exact", "q4_0": "rounded"},
     "jais": {"f32": "exact"},
+    "jamba": {"f32": "exact"},
+    "lfm2": {"f32": "exact", "q8_0": "rounded"},
+    "lfm2moe": {"f32": "exact"},
     "llama": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
     "llama-16": {"f16": "same", "bf16": "same"},
     "llama-attnbias": {"f32": "exact", "q5_1": "rounded"},
@@ -103,6 +108,7 @@ TABLE = {
     "mixtral": {"f32": "exact", "q8_0": "rounded", "q4_0": "rounded"},
     "mpt": {"f32": "exact", "q4_0": "rounded"},
     "nemotron": {"f32": "exact", "q4_0": "rounded"},
+    "nemotron_h": {"f32": "exact"},
     "olmo": {"f32": "exact"},
     "olmo2": {"f32": "exact", "q4_1": "rounded"},
     "olmo2-swa": {"f32": "exact", "q8_0": "rounded"},
@@ -350,7 +356,7 @@ def test_cutting_the_prompt_changes_no_bit(name: str, variant: str, cut: str) ->
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("llama", "q4_0"), ("llama-k", "q4_K"), ("gemma3", "q4_0"), ("llama-16", "f16"), ("mixtral", "q4_0"), ("gemma4-moe", "q8_0"),
-     ("phi3", "q4_0")],
+     ("phi3", "q4_0"), ("mamba", "q8_0"), ("falcon-h1", "q8_0")],
 )
 @pytest.mark.parametrize("options", [{"pack": False}, {"pack": True}, {"n_threads": 1}, {"max_batch": 49}], ids=str)
 def test_no_setting_of_speed_changes_a_bit(name: str, variant: str, options: dict[str, Any]) -> None:
@@ -378,7 +384,8 @@ def test_threads_that_are_put_to_sleep_in_the_middle_change_no_bit() -> None:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("llama", "q8_0"), ("gemma3", "q4_0"), ("gpt-oss", "mxfp4"), ("qwen3moe", "q8_0"), ("deepseek2", "q4_0"), ("mpt", "q4_0")],
+    [("llama", "q8_0"), ("gemma3", "q4_0"), ("gpt-oss", "mxfp4"), ("qwen3moe", "q8_0"), ("deepseek2", "q4_0"), ("mpt", "q4_0"),
+     ("mamba", "q8_0"), ("falcon-h1", "q8_0"), ("lfm2", "q8_0")],
 )
 def test_neighbours_in_a_batch_change_no_bit(name: str, variant: str) -> None:
     ref = reference_of(name, variant)

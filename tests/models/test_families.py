@@ -27,6 +27,7 @@ OPTIONAL = {
     "attn_q_norm.bias": "no part of the mathematics",
     "attn_k_norm.bias": "no part of the mathematics",
     "attn_sub_norm.bias": "no bias",
+    "ssm_conv1d.bias": "no bias",
     "layer_output_scale.weight": "1",
 }
 """Tensors without which a file is still a model, by the end of the name, and what then holds."""
