@@ -40,6 +40,7 @@ from localrun.kernels_cpu.simd import (
     tile_splat_f32,
     tile_store_all,
     vmax,
+    vmin,
     where,
     zeros_f32,
 )
@@ -50,6 +51,8 @@ TILE_ROWS = 8
 QUERIES = 8
 """Query vectors (row x head of the group) that share one read of K and V."""
 MASKED = -1e30
+ALIBI, TABLE_BIAS = 1, 2
+"""What may be added to scores by distance: a slope a head, or values from a table a head (T5)."""
 
 f = numba.float32
 i64 = numba.int64
@@ -57,7 +60,7 @@ _LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 
 # A thread's working memory: a frame of int64 words that say what the chunk works on, then the buffers they point to.
 TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP = range(0, 80, 8)
-Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE = range(80, 136, 8)
+Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE, END = range(80, 144, 8)
 FRAME = 192
 
 
@@ -130,10 +133,12 @@ def _scores(codec: Codec, queries: int) -> Any:
     return scores
 
 
-def _softmax(queries: int, soft_cap: bool, sloped: bool) -> Any:
+def _softmax(queries: int, soft_cap: bool, bias: int, both: bool) -> Any:
     """Masks the scores, moves maximum and sum on, turns scores into weights, fades the output so far.
 
-    sloped: scores fall with the distance in positions (ALiBi, Press et al. 2022), by the slopes that lie behind the frame's POSITIONS.
+    bias: ALIBI: scores fall with the distance in positions (Press et al. 2022), by the slopes that lie behind the frame's POSITIONS;
+    TABLE_BIAS: what is added lies at the addresses there, by position of the key less that of the query (Raffel et al. 2020).
+    both: keys behind a query are seen too, up to the frame's END; a window lies half on either side.
     """
 
     @numba.njit
@@ -146,18 +151,29 @@ def _softmax(queries: int, soft_cap: bool, sloped: bool) -> Any:
             state = load_i64(frame + STATE) + i * 8
             out = load_i64(frame + OUT) + i * vectors * 64
             position = load_i64(load_i64(frame + POSITIONS) + 8 * i)
+            past = position + 1
+            unseen = position + 1 - window
+            if both:
+                past = load_i64(frame + END)
+                unseen = position - (window >> 1)
+                if window > 0:
+                    past = min(past, position + (window >> 1) + 1)
             peak = splat_f32(f(MASKED))
             for b in range(4):
                 s = load_f32x16(row + b * 64)
                 if soft_cap:
                     s = tanh(s / cap) * cap
                 start = first + b * BLOCK
-                if sloped:
+                if bias == ALIBI:
                     ahead = i32_to_f32(load_i32x16(_LANES())) + splat_f32(f(start - position))
-                    s = fma(ahead, splat_f32(load_f32(load_i64(frame + POSITIONS) + QUERIES * 8 + 4 * i)), s)
-                s = where(lanes_below(position + 1 - start), s, splat_f32(f(MASKED)))
+                    if both:
+                        ahead = vmin(ahead, ahead * f(-1.0))
+                    s = fma(ahead, splat_f32(load_f32(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i)), s)
+                if bias == TABLE_BIAS:
+                    s = s + load_f32x16(load_i64(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i) + 4 * (start - position))
+                s = where(lanes_below(past - start), s, splat_f32(f(MASKED)))
                 if window > 0:
-                    s = where(lanes_below(position + 1 - window - start), splat_f32(f(MASKED)), s)
+                    s = where(lanes_below(unseen - start), splat_f32(f(MASKED)), s)
                 store(row + b * 64, s)
                 peak = vmax(peak, s)
             old = load_f32(state)
@@ -218,10 +234,10 @@ def _fetch(kv_type: str) -> Any:
     return both
 
 
-def _stepper(kv_type: str, soft_cap: bool, sloped: bool, k_bytes: int, v_bytes: int) -> Any:
+def _stepper(kv_type: str, soft_cap: bool, bias: int, both: bool, k_bytes: int, v_bytes: int) -> Any:
     """A compiled function (frame, queries, first, end): all steps from `first` on, before `end`."""
     codec = Codec(kv_type)
-    steps = [(_scores(codec, n), _softmax(n, soft_cap, sloped), _values(codec, n)) for n in (1, 2, 4, 8)]
+    steps = [(_scores(codec, n), _softmax(n, soft_cap, bias, both), _values(codec, n)) for n in (1, 2, 4, 8)]
     (s1, m1, v1), (s2, m2, v2), (s4, m4, v4), (s8, m8, v8) = steps
     fetch = _fetch(kv_type)
 
@@ -296,16 +312,17 @@ def _low(position: int, window: int) -> int:
     return 0
 
 
-def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, sloped: int = 0) -> Any:
+def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias: int = 0, both: int = 0) -> Any:
     """Kernel: a chunk is one kv head of one tile of rows (or one part of that): softmax(q k) v for all query heads of the group.
 
     args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7
     window (0: all positions), 8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none), 12
-    slopes float32 a head, if `sloped`. With the header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum
-    and output in PARTIAL for attention_merge.
+    slopes float32 a head (bias ALIBI), or tables float32 (TABLE_BIAS: where the first head's value for distance 0 lies, 14 bytes from
+    head to head), 13 int32 a row: how many positions its sequence has (if `both`; a window then lies half on either side). With the
+    header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
     """
     k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
-    run = _stepper(kv_type, bool(soft_cap), bool(sloped), k_bytes, v_bytes)
+    run = _stepper(kv_type, bool(soft_cap), bias, bool(both), k_bytes, v_bytes)
     wide = room(dim_v)
     q_bytes, out_bytes = room(dim) * 4, wide * 4
     of_part = 64 + out_bytes
@@ -331,6 +348,8 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, slope
         store_scalar(frame + OUT, out)
         store_scalar(frame + STATE, state)
         store_scalar(frame + POSITIONS, state + 2 * QUERIES * 8)
+        if both:
+            store_scalar(frame + END, i64(load_i32(load_i64(args + 104) + 4 * row0)))
 
     @numba.njit
     def gather(args: int, head: int, frame: int, row0: int, kv_head: int, base: int, n_queries: int) -> None:
@@ -341,10 +360,18 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, slope
             row = row0 + v // group
             position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * row))
             store_scalar(load_i64(frame + POSITIONS) + 8 * i, position)
-            store_scalar(frame + LAST, position)
-            if sloped:
+            last = position
+            if both:
+                last = load_i64(frame + END) - 1
+                if load_i64(frame + WINDOW) > 0:
+                    last = min(last, position + (load_i64(frame + WINDOW) >> 1))
+            store_scalar(frame + LAST, last)
+            if bias == ALIBI:
                 slope = load_f32(load_i64(args + 96) + (kv_head * group + v % group) * 4)
-                store_scalar(load_i64(frame + POSITIONS) + QUERIES * 8 + 4 * i, slope)
+                store_scalar(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i, slope)
+            if bias == TABLE_BIAS:
+                values = load_i64(args + 96) + (kv_head * group + v % group) * load_i64(args + 112)
+                store_scalar(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i, values)
             source = load_i64(args) + row * load_i64(args + 8) + (kv_head * group + v % group) * dim * 4
             for d in range(dim):
                 store_scalar(load_i64(frame + Q) + i * q_bytes + d * 4, load_f32(source + d * 4))
@@ -371,7 +398,10 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, slope
             queries = min(n_queries - base, QUERIES)
             gather(args, head, frame, row0, kv_head, base, n_queries)
             last = load_i64(frame + LAST)
-            low = _low(load_i64(load_i64(frame + POSITIONS)), load_i64(args + 56))
+            window = load_i64(args + 56)
+            if both and window > 0:
+                window = (window >> 1) + 1  # so many of those before it does the first query see
+            low = _low(load_i64(load_i64(frame + POSITIONS)), window)
             if parts > 1:
                 low = max(low, number * PART)
                 _clear(QUERIES, out, out_bytes, state)

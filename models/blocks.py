@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from localrun.models.gguf import GGUFFile
 from localrun.models.params import Keys
+from localrun.models.pooling import read_pooling
+from localrun.models.ranking import score
 from localrun.models.rope import Rope
 from localrun.models.validate import check_hyperparameters, check_model, check_tokenizer_keys, vocabulary_size
 
@@ -48,19 +50,19 @@ class Decoder:
 
     @classmethod
     def read(
-        cls, keys: Keys, gguf: GGUFFile, *, norm: Literal["rms", "layer"] = "rms", experts: bool = False, fewest_heads: int = 1
+        cls, keys: Keys, gguf: GGUFFile, *, norm: Literal["rms", "layer"] = "rms", experts: bool = False, fewest_heads: int = 1,
+        causal: bool = True, poolings: Collection[str] = ("", "mean", "cls", "last"),
     ) -> Decoder:
         """From the file's keys, checked; without `experts` a file that has some is refused. fewest_heads: 0 where a layer may have no
-        attention. Raises ModelFileError.
+        attention; poolings: those that are known. Raises ModelFileError.
         """
         check_hyperparameters(keys, fewest_heads=fewest_heads)
         check_tokenizer_keys(gguf)
         if not experts:
             keys.refuse("expert_count", f"but mixtures of experts are no part of {keys.architecture} as supported")
-        if not keys.bool("attention.causal", True):
-            raise keys.error("attention.causal", "is false: embedding models of this kind are not supported")
-        if keys.int("pooling_type", 0):
-            keys.refuse("pooling_type", "an embedding model; those are not supported")
+        if not causal == keys.bool("attention.causal", causal):
+            raise keys.error("attention.causal", f"is {str(not causal).lower()}, which is no part of {keys.architecture} as supported")
+        read_pooling(keys, poolings)
         width = keys.int("embedding_length", minimum=1)
         n_layers = keys.int("block_count", minimum=1)
         n_heads = max(keys.per_layer("attention.head_count", n_layers, minimum=0))
@@ -392,6 +394,8 @@ def output(r: Recorder, w: Weights, p: Decoder, x: Row, *, scale: float = 1.0, s
         weight = w.scaled(f"{norm}.weight", scale)
         bias = w.scaled(f"{norm}.bias", scale) if bias else None
     h = r.norm(x, weight, p.eps, "output_norm", kind=p.norm, bias=bias, outputs_only=True)
+    r.hidden(r.row("normed", x.width), by_output=True, scale=scale)
+    score(r, w, h)
     r.logits(w.matrix("token_embd.weight" if p.tied else "output.weight"), h, w.maybe("output.bias"))
     if soft_cap:
         r.soft_cap(p.n_vocab, soft_cap)

@@ -22,9 +22,11 @@ from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
 from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
+from localrun.models.pooling import LONGEST_WHOLE, POOLINGS, is_causal
 from localrun.models.program import Program, room
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
+from localrun.models.vectors import pooled, rows_to_pool, scores_of, view
 from localrun.models.weights import Weights
 
 assert BLOCK_TOKENS == kv.BLOCK
@@ -105,7 +107,28 @@ class RecordedModel:
         self._set(slots.SLOT_BYTES, self.info.state_bytes)
 
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
+        """See Model. Raises ValueError of a model that gives vectors only."""
+        if self._program.logits < 0:
+            raise ValueError(f"a {self.info.architecture} model gives vectors, no logits")
+        n = self._run(spans, [span.outputs for span in spans], pooling=False)
+        return self._logits[:n, : self.info.n_vocab]
+
+    def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model."""
+        pooling, causal = self.info.pooling, self.info.causal
+        wanted = [rows_to_pool(len(span.tokens), pooling, causal) for span in spans]
+        if self.info.whole and any(span.start for span in spans):
+            raise ValueError("this model's sequences must come whole")
+        n = self._run(spans, wanted, pooling=True)
+        if self._program.scores is not None:
+            return scores_of(view(self._program.scores, n))
+        assert self._program.hidden is not None
+        return pooled(self._program.hidden, [len(span.tokens) for span in spans], wanted)
+
+    def _run(self, spans: list[Span], wanted: list[NDArray[np.int32]], *, pooling: bool) -> int:
+        """One pass; how many rows were asked for. wanted: indices into each span's tokens; pooling: hidden states or scores of these rows
+        instead of logits.
+        """
         if self._weights is None:
             raise RuntimeError("the model is closed")
         tokens = sum(len(span.tokens) for span in spans)
@@ -114,20 +137,22 @@ class RecordedModel:
         tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
         row = outputs = tiles = 0
         longest = 0
-        for span, table in zip(spans, tables):
+        for span, table, asked in zip(spans, tables, wanted, strict=True):
             n = len(span.tokens)
-            self._check(span, table, n)
+            self._check(span, table, asked)
             self._token_ids[row : row + n] = span.tokens
             self._positions[row : row + n] = np.arange(span.start, span.start + n)
             self._row_tables[row : row + n] = table.ctypes.data
-            self._output_rows[outputs : outputs + len(span.outputs)] = span.outputs + row
+            self._output_rows[outputs : outputs + len(asked)] = asked + row
+            if self._program.ends is not None:
+                self._program.ends[row : row + n] = n
             starts = np.arange(row, row + n, attention.TILE_ROWS)
             self._tiles[tiles : tiles + len(starts), 0] = starts
             self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
             if self._adapters is not None:
                 self._adapters.assign(row, n, span.adapter, span.adapter_scale)
             row += n
-            outputs += len(span.outputs)
+            outputs += len(asked)
             tiles += len(starts)
             longest = max(longest, span.start + n)
         for i, angles in enumerate(self._tables):
@@ -138,14 +163,18 @@ class RecordedModel:
         self._set(head.OUTPUTS, outputs)
         self._set(head.N_TILES, tiles)
         parts = self._parts(tokens, tiles, longest)
-        self._room_for_logits(outputs)
         chunks = self._program.chunks(tokens, outputs, tiles, parts, len(spans))
-        if not outputs:
-            chunks[self._program.logits] = 0
         if self._adapters is not None:
             self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
+        if pooling:
+            chunks[self._program.logits_only] = 0
+        else:
+            self._room_for_logits(outputs)
+            chunks[self._program.head] = 0
+            if not outputs:
+                chunks[self._program.logits] = 0
         self._team.run(self._program.table, chunks, self._program.grains(chunks, self.info.n_threads))
-        return self._logits[:outputs, : self.info.n_vocab]
+        return outputs
 
     def _place_state(self, spans: list[Span]) -> None:
         """Tells the kernels which slots the spans go on from, and where on the way their state is copied."""
@@ -180,8 +209,9 @@ class RecordedModel:
         self._set(head.PARTIAL, self._partial.ctypes.data)
         return parts
 
-    def _check(self, span: Span, table: NDArray[np.int32], n: int) -> None:
+    def _check(self, span: Span, table: NDArray[np.int32], asked: NDArray[np.int32]) -> None:
         """A wrong number here would make a kernel read or write outside its memory."""
+        n = len(span.tokens)
         if n == 0 or span.start < 0 or len(table) * BLOCK_TOKENS < span.start + n:
             raise ValueError(f"a span of {n} tokens from {span.start} on with {len(table)} blocks")
         if table.min() < 0 or table.max() >= self._n_blocks:
@@ -192,7 +222,7 @@ class RecordedModel:
             raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
         if span.adapter and not (self._adapters and self._adapters.knows(span.adapter)):
             raise ValueError(f"there is no adapter {span.adapter}")
-        if len(span.outputs) and (span.outputs.min() < 0 or span.outputs.max() >= n):
+        if len(asked) and (asked.min() < 0 or asked.max() >= n):
             raise ValueError("an output row outside its span")
 
     def _room_for_logits(self, rows: int) -> None:
@@ -274,7 +304,11 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
     library = KernelLibrary(chosen, cache, n_workers=default_threads())
     weights = Weights(gguf, options.pack)
-    recorder = Recorder(weights, options.max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx)
+    causal = is_causal(gguf)
+    pooling = POOLINGS[keys.int("pooling_type", 0)] or ("" if causal else "mean")
+    whole = not causal or pooling in ("mean", "cls")
+    max_batch = max(options.max_batch, min(keys.int("context_length"), LONGEST_WHOLE)) if whole else options.max_batch
+    recorder = Recorder(weights, max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx)
     ropes = family.record(params, recorder, weights)
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
@@ -290,13 +324,16 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     info = ModelInfo(
         architecture=gguf.architecture,
         n_vocab=n_vocab,
-        n_ctx_train=min(keys.int("context_length"), program.max_positions or INT_MAX),
-        max_batch=options.max_batch,
+        n_ctx_train=min(keys.int("context_length"), program.max_positions or INT_MAX, max_batch if whole else INT_MAX),
+        max_batch=max_batch,
         kv_bytes_per_block=recorder.kv_block_bytes,
         weight_bytes=weights.packed_bytes if weights.pack else sum(info.nbytes for info in gguf.tensors.values()),
         packed=weights.pack,
         isa=chosen.name,
         n_threads=n_threads,
         state_bytes=recorder.state_bytes,
+        n_embd=program.hidden.row.width if program.hidden else 0,
+        pooling=pooling,
+        causal=causal,
     )
     return RecordedModel(info, program, library, crew, header, recorder, weights, [AngleTable(rope) for rope in ropes])

@@ -80,7 +80,12 @@ class ModelInfo:
     pooling: str = ""
     """How `embed` makes a sequence's vector: "mean", "cls", "last" or "rank" (one score); empty: no file says so, the last token's."""
     causal: bool = True
-    """Whether a token sees only those before it. If not, `embed` is all the model can do, and a sequence must come whole in one pass."""
+    """Whether a token sees only those before it. If not, `embed` is all the model can do."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether `embed` must have a sequence whole in one pass; otherwise it may come in parts, the last of which gives the vector."""
+        return not self.causal or self.pooling in ("mean", "cls")
 
     state_bytes: int = 0
     """Bytes of a slot, which holds what recurrent layers remember of one sequence; 0: there are none."""
@@ -104,7 +109,8 @@ class Model(Protocol):
         """
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
-        """Runs all spans, each a whole sequence from position 0, and pools each one's last hidden states as the file says.
+        """Runs all spans and pools each one's last hidden states as the file says. A span is a whole sequence from position 0, or, unless
+        `info.whole`, tokens that follow what is in the KV cache.
 
         Returns float32 (len(spans), n_embd), not normalized ((len(spans), 1) for "rank"). `outputs` is not looked at. The K/V go into the
         spans' blocks as in `forward`. Raises ValueError when the spans hold more than max_batch rows.

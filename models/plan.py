@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, experts, head, heads, kv, lora
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
@@ -25,7 +26,20 @@ from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.errors import ModelFileError
 from localrun.models.lora import EMBEDDING, MAX_RANK
-from localrun.models.program import RULES, Activation, Instruction, Memory, Program, Routing, Row, Rule, Site, float_bits, room
+from localrun.models.program import (
+    RULES,
+    Activation,
+    Hidden,
+    Instruction,
+    Memory,
+    Program,
+    Routing,
+    Row,
+    Rule,
+    Site,
+    float_bits,
+    room,
+)
 from localrun.models.weights import Stack, Vector, Weight, Weights
 
 READER_WORDS = 8
@@ -77,6 +91,11 @@ class Recorder:
         self._buffers: dict[str, tuple[int, int]] = {}
         self._scratch: dict[str, int] = {}
         self._tile_buffers: dict[str, int] = {}
+        self._hidden: Hidden | None = None
+        self._head: list[Instruction] = []
+        self._scores: Row | None = None
+        self.ends: NDArray[np.int32] | None = None
+        """Where tokens see those behind them: for each row how many positions its sequence has, set before each step."""
         self._max_positions = 0
         self.partial_bytes = 0
         self.fewest_kv = 1 << 30
@@ -123,6 +142,13 @@ class Recorder:
         """Longer contexts are refused."""
         self._max_positions = n
 
+    def see_both_ways(self) -> None:
+        """Attention from here on reaches the end of a sequence, which comes whole in one pass; keys and values live for that pass only, so
+        they are kept in full.
+        """
+        self.ends = np.zeros(self.max_batch + SPARE_ROWS, np.int32)
+        self.kv_type = "f32"
+
     def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None, name: str = "x") -> Row:
         """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
         x = self.row(name, table.columns)
@@ -149,12 +175,13 @@ class Recorder:
         outputs_only: bool = False,
         beside: bool = False,
         buffer: str = "normed",
+        in_place: bool = False,
     ) -> Activation:
         """The norm of a row, ready for matmuls. (T, width) -> (T, width), or (O, width) of the rows whose logits are wanted.
 
-        buffer: a name of its own keeps the activation readable after the next norm.
+        buffer: a name of its own keeps the activation readable after the next norm. in_place: the row itself is normed, too.
         """
-        scratch = self.row(buffer, x.width) if kind != "none" else x
+        scratch = self.row(buffer, x.width) if kind != "none" and not in_place else x
         args = [
             x.address, x.stride, x.width, weight.address if weight else 0, float_bits(eps), {"none": 0, "rms": 1, "layer": 2}[kind],
             bias.address if bias else 0, scratch.address, scratch.stride,
@@ -199,6 +226,10 @@ class Recorder:
         activation = self._activation(x.width, instruction, 3, "activated")
         instruction.args.extend(float_bits(value) for value in (p, n, b, eps))
         return activation
+
+    def add_constant(self, x: Row, vector: Vector, name: str) -> None:
+        """x += vector (width,), the same for all rows."""
+        self._append("encoder", "add_constant", [], [x.address, x.stride, x.width, vector.address], name)
 
     def add(self, y: Row, x: Row, name: str, *, scale: float = 1.0, gate: Row | None = None) -> None:
         """x += scale * y, or sigmoid(gate) * y with a gate (T, 1). Both (T, width)."""
@@ -291,6 +322,31 @@ class Recorder:
         """logits = cap * tanh(logits / cap); after `logits`."""
         self._append("pointwise", "soft_cap", [], [0, room(n_vocab) * 4, n_vocab, float_bits(cap)], SOFT_CAP, "outputs")
 
+    # ---- vectors and scores instead of logits ----
+
+    def hidden(self, x: Row, *, by_output: bool, scale: float = 1.0) -> None:
+        """Names the last hidden states: a row for each token, or (by_output) for each that is asked for; scale: what they were multiplied
+        by for other readers' sake.
+        """
+        self._hidden = Hidden(x, by_output, scale)
+
+    def score(
+        self, x: Activation, output: Weight, bias: Vector | None, *, dense: Weight | None = None, dense_bias: Vector | None = None
+    ) -> None:
+        """A classification head on the rows that are asked for, run only when scores are wanted: output act(dense x), act being tanh
+        (Devlin et al. 2019).
+        """
+        first = len(self._instructions)
+        if dense is not None:
+            y = self.row("cls", dense.rows)
+            self._matmul(dense, x, y, "cls", dense_bias, False, False, "outputs")
+            instruction = self._append("encoder", "activated_outputs", ["tanh"], [y.address, y.stride, y.width], "cls_tanh", "outputs")
+            x = self._activation(y.width, instruction, 3, "cls_activated")
+        scores = self.row("scores", output.rows)
+        self._matmul(output, x, scores, "scores", bias, False, False, "outputs")
+        self._head = self._instructions[first:]
+        self._scores = scores
+
     def _matmul(
         self,
         weight: Weight,
@@ -352,19 +408,23 @@ class Recorder:
         self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0,
         sinks: Vector | None = None, slopes: Vector | None = None,
     ) -> Row:
-        """Causal attention of q over the layer at that offset: (T, n_heads * dim_v). slopes: ALiBi's, one a head."""
+        """Attention of q over the layer at that offset, causal unless `see_both_ways`: (T, n_heads * dim_v).
+
+        slopes: ALiBi's, one a head.
+        """
         out = self.row("attended", n_heads * dim_v)
         scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
         args = [
             q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
-            sinks.address if sinks else 0, slopes.address if slopes else 0,
+            sinks.address if sinks else 0, slopes.address if slopes else 0, 0 if self.ends is None else self.ends.ctypes.data,
         ]
+        both = [] if self.ends is None else [1]
         self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
         self.fewest_kv = min(self.fewest_kv, n_kv)
         self._append(
             "attention",
             "attention",
-            [self.kv_type, dim, dim_v, int(soft_cap > 0), int(slopes is not None)],
+            [self.kv_type, dim, dim_v, int(soft_cap > 0), attention.ALIBI if slopes else 0, *both],
             args,
             "attention",
             "tile_parts",
@@ -545,7 +605,7 @@ class Recorder:
             args[i, : len(instruction.args)] = instruction.args
             if instruction.name == SOFT_CAP:
                 args[i, 0] = args[logits, LOGITS_ADDRESS:].ctypes.data
-            if i in adapted and adapted[i].outputs:
+            if self._is_logits(adapted.get(i)):
                 args[i, OUT_ADDRESS_AT] = args[logits, LOGITS_ADDRESS:].ctypes.data
             table[i, 1] = args[i].ctypes.data
             if instruction.beside:
@@ -557,8 +617,16 @@ class Recorder:
             table, args, [i.kernel for i in instructions], [i.name for i in instructions],
             np.array([RULES.index(i.rule) for i in instructions]), np.array([i.factor for i in instructions], np.int64),
             np.array([i.most or INT64_MAX for i in instructions], np.int64), logits, self._max_positions,
-            self.partial_bytes, self.fewest_kv, adapted,
+            self.partial_bytes, self.fewest_kv, adapted, self._hidden,
+            [i for i, instruction in enumerate(instructions) if any(instruction is one for one in self._head)],
+            [i for i, one in enumerate(instructions) if i == logits or one.name == SOFT_CAP or self._is_logits(adapted.get(i))],
+            self._scores, self.ends,
         )
+
+    @staticmethod
+    def _is_logits(site: Site | None) -> bool:
+        """Whether an adapter's product is added to the logits, whose place is set before each step."""
+        return site is not None and site.outputs and not site.out.address
 
     def _with_adapters(self, adapters: AdapterRows) -> tuple[list[Instruction], dict[int, Site]]:
         """All instructions, those that apply adapters behind the products that are made side by side; the latter by their number."""

@@ -114,6 +114,17 @@ class Routing:
         return self.address + int(getattr(self.layout, name))
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """Where the last hidden states are found after a pass."""
+
+    row: Row
+    by_output: bool
+    """A row for each that was asked for, instead of one for each token."""
+    scale: float
+    """What they were multiplied by."""
+
+
 @dataclass
 class Program:
     """What `Recorder.finish` gives: the table without kernel addresses, and how to size it for a step."""
@@ -126,7 +137,7 @@ class Program:
     factor: NDArray[np.int64]
     most: NDArray[np.int64]
     logits: int
-    """Index of the instruction that writes the logits."""
+    """Index of the instruction that writes the logits; -1: there are none."""
     max_positions: int
     """Positions the model as supported can handle; 0: no bound."""
     partial_bytes: int
@@ -135,6 +146,15 @@ class Program:
     """Key-value heads of the layer that has the fewest."""
     adapted: dict[int, Site] = field(default_factory=dict)
     """Instructions that apply adapters, where the program was finished with some."""
+    hidden: Hidden | None = None
+    head: list[int] = field(default_factory=list)
+    """Indices of the instructions that only scores need."""
+    logits_only: list[int] = field(default_factory=list)
+    """Indices of those that only logits need."""
+    scores: Row | None = None
+    """(O, labels), where the model has a classification head."""
+    ends: NDArray[np.int32] | None = None
+    """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "smallthinker": "smallthinker",
     "arcee": "arcee",
     "baichuan": "baichuan",
+    "bert": "bert",
     "bitnet": "bitnet",
     "bloom": "bloom",
     "chatglm": "chatglm",

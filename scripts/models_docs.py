@@ -20,9 +20,9 @@ Every GGUF file names its architecture (`general.architecture`; `localrun show` 
 line, and so is a file of a known one that has tensors or asks for mathematics that its family does not have. How to add one:
 [adding-a-model.md](adding-a-model.md).
 
-The last column names tiny models with random weights whose logits were compared with a reference implementation's: F32 files within 1e-3
-of a standard deviation of the logits, 16-bit and quantized ones within the noise of the format, and each with its prompt whole, in
-pieces and one token at a time, with the same bits.
+The last column names tiny models with random weights whose logits, or vectors and scores, were compared with a reference
+implementation's: F32 files within 1e-3 of a standard deviation, 16-bit and quantized ones within the noise of the format, and each with its
+prompt whole, in pieces and one token at a time (vectors: alone and among others), with the same bits.
 
 """
 
@@ -49,7 +49,7 @@ def tested() -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     for name, variants in literal(path, "TABLE").items():
         assert isinstance(variants, dict)
-        run = [variant for variant, kind in variants.items() if kind in ("exact", "same", "rounded")]
+        run = [variant for variant, kind in variants.items() if kind in ("exact", "same", "rounded", "exact vectors", "rounded vectors")]
         if run:
             rows.setdefault(str(architectures.get(name, name)), []).append(f"{name} ({', '.join(run)})")
     return rows

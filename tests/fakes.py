@@ -29,6 +29,8 @@ from localrun.text.tokenizer import Tokenizer
 BYTES = 256
 BOS, EOS, END, USER, ASSISTANT, SYSTEM, TOOL = range(BYTES, BYTES + 7)
 SPECIALS = {BOS: "<s>", EOS: "</s>", END: "<|end|>", USER: "<|user|>", ASSISTANT: "<|assistant|>", SYSTEM: "<|system|>", TOOL: "<|tool|>"}
+WIDTH = 8
+"""Of the vectors that FakeModel gives."""
 PIECES = (b"the ", b"hello", b" world", b"ing", b"\n\n", b"STOP", b" and", "한".encode(), "é".encode(), b"    ")
 _MASK = (1 << 64) - 1
 
@@ -67,6 +69,12 @@ class FakeTokenizer:
             ids.append(token)
             at += length
         return ids
+
+    def around(self) -> tuple[list[int], list[int]]:
+        return [BOS], []
+
+    def between(self) -> list[int]:
+        return [EOS]
 
     def _next(self, data: bytes, at: int, parse_special: bool) -> tuple[int, int]:
         if parse_special and data[at] == ord("<"):
@@ -192,9 +200,12 @@ class FakeModel:
         clock: Any = None,
         state_bytes: int = 0,
         pure: bool = False,
+        pooling: str = "",
+        causal: bool = True,
     ) -> None:
         self.info = ModelInfo(
-            "fake", n_vocab, n_ctx_train, max_batch, 0 if pure else 1024, 4096, False, "none", 1, state_bytes=state_bytes
+            "fake", n_vocab, n_ctx_train, max_batch, 0 if pure else 1024, 4096, False, "none", 1, WIDTH, pooling, causal,
+            state_bytes=state_bytes,
         )
         self.passes = 0
         self.rows = 0
@@ -249,7 +260,29 @@ class FakeModel:
         self.closed = True
 
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
-        assert self.store is not None, "forward before allocate_kv"
+        after = self._write(spans)
+        assert self.store is not None
+        out = []
+        for s, values in zip(spans, after, strict=True):
+            for i in s.outputs:
+                self._state = np.uint64(values[i] if values else 0)
+                out.append(self.logits(*self.store.read(s, s.start + int(i) + 1)))
+        return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+
+    def embed(self, spans: list[Span]) -> NDArray[np.float32]:
+        """A hash of the last position's entry, WIDTH numbers in -1..1; one for a model that ranks."""
+        assert not (self.info.whole and any(span.start for span in spans)), "a sequence that must come whole came in parts"
+        after = self._write(spans)
+        assert self.store is not None
+        last = [self.store.read(s, s.start + len(s.tokens))[0][-1] for s in spans]
+        if self.info.state_bytes:
+            last = [entry ^ np.uint64(values[-1]) for entry, values in zip(last, after, strict=True)]
+        numbers = np.arange(1 if self.info.pooling == "rank" else WIDTH, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = mix(np.array(last, np.uint64)[:, None] ^ mix(numbers)[None, :])
+        return ((bits >> np.uint64(11)).astype(np.float64) / float(1 << 52) - 1.0).astype(np.float32)
+
+    def _write(self, spans: list[Span]) -> list[list[int]]:
+        assert self.store is not None, "a pass before allocate_kv"
         rows = sum(len(s.tokens) for s in spans)
         if rows > self.info.max_batch:
             raise ValueError(f"{rows} rows in a pass of at most {self.info.max_batch}")
@@ -263,12 +296,7 @@ class FakeModel:
             time.sleep(self._delay)
         if self._cost is not None and self._clock is not None:
             self._clock.advance(self._cost(rows, sum(s.start + len(s.tokens) for s in spans)))
-        out = []
-        for s, values in zip(spans, after, strict=True):
-            for i in s.outputs:
-                self._state = np.uint64(values[i] if values else 0)
-                out.append(self.logits(*self.store.read(s, s.start + int(i) + 1)))
-        return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+        return after
 
     def _advance(self, spans: list[Span]) -> list[list[int]]:
         if not self.info.state_bytes:

@@ -151,6 +151,8 @@ class Intake:
 
     def evaluation(self, message: Evaluate) -> Evaluation:
         """Raises BadRequest, ContextOverflow."""
+        if not self._parts.model.info.causal:
+            raise Unsupported("this model gives no likelihoods: its tokens see those behind them")
         if (message.text is None) == (message.tokens is None):
             raise BadRequest("exactly one of text and tokens must be given", param="text")
         tokens = self._tokenizer.encode(message.text) if message.text is not None else self._checked_ids(message.tokens or [], "tokens")
@@ -180,6 +182,8 @@ class Intake:
 
     def _refuse_what_is_missing(self, request: Generate) -> None:
         """What the model, not the engine, cannot do."""
+        if "completion" not in self._parts.capabilities:
+            raise Unsupported(f"this model does not generate text; it is for {' and '.join(self._parts.capabilities)}")
         template = self._template(request)
         if request.think and not template.supports_thinking:
             raise Unsupported("think: this model does not support thinking", param="think")

@@ -28,10 +28,17 @@ class Parts:
     template: ChatTemplate
     draft: Model | None = None
     """Guesses ahead for the model; has its vocabulary."""
+    pair_template: str = ""
+    """How a model that ranks reads a query and a document, with {query} and {document} in it; empty: as its vocabulary puts two texts."""
 
     @property
     def capabilities(self) -> list[str]:
         """What a client may ask for, in Ollama's words."""
+        info = self.model.info
+        if info.pooling == "rank":
+            return ["rerank"]
+        if not info.causal or info.pooling:
+            return ["embedding"]
         able = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
         return ["completion", *(name for name, has in able.items() if has)]
 
@@ -54,6 +61,7 @@ def load_parts(load: Load, progress: Progress) -> Parts:
     with open_gguf(path) as gguf:
         tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
         template = chat_template_for(gguf, load.template)
+        pair_template = gguf.metadata.get("tokenizer.chat_template.rerank")
     options = LoadOptions(
         n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir, isa=load.isa
     )
@@ -62,7 +70,7 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         draft = _load_draft(load, tokenizer, options, progress) if load.draft_path else None
     except (CompileError, ValueError) as error:
         raise LoadFailed(str(error)) from error
-    return Parts(model, tokenizer, template, draft)
+    return Parts(model, tokenizer, template, draft, pair_template if isinstance(pair_template, str) else "")
 
 
 def _load_draft(load: Load, tokenizer: Tokenizer, options: LoadOptions, progress: Progress) -> Model:

@@ -24,10 +24,13 @@ from localrun.engine.jobs import Job
 from localrun.engine.memory import available_memory, blocks_without_kv, kv_budget, state_slots
 from localrun.engine.parts import Loader, Parts, as_localrun_error, resolve_loader
 from localrun.engine.step import Engine
+from localrun.engine.texts import TextIntake
+from localrun.engine.vectors import Batch
 from localrun.errors import LoadFailed, LocalrunError
 from localrun.messages import (
     Cancel,
     Detokenize,
+    Embed,
     Evaluate,
     Failed,
     FromRunner,
@@ -36,6 +39,7 @@ from localrun.messages import (
     Load,
     Loaded,
     LoadProgress,
+    Rank,
     Render,
     Shutdown,
     Tokenize,
@@ -122,6 +126,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 has_template=not parts.template.fallback,
                 capabilities=parts.capabilities,
                 load_s=time.monotonic() - began,
+                n_embd=info.n_embd,
             )
         )
         gc.freeze()  # what has been loaded stays; no collection has to look at it again
@@ -165,7 +170,7 @@ def _report_failure(pipe: Pipe, request_id: str, error: LocalrunError) -> None:
         log.warning("nobody to report to: %s", error)
 
 
-def _request_id(message: Load | Generate | Render | Tokenize | Detokenize | Evaluate) -> str:
+def _request_id(message: Load | Generate | Embed | Rank | Render | Tokenize | Detokenize | Evaluate) -> str:
     match message:
         case Load():
             return ""
@@ -191,7 +196,8 @@ class Runner:
             drafter=drafter,
         )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters)
-        self._inbox: queue.SimpleQueue[Job | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
+        self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
+        self._inbox: queue.SimpleQueue[Job | Batch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Raises DaemonGone when an event cannot be sent."""
@@ -214,10 +220,17 @@ class Runner:
             elif isinstance(message, Inspect):
                 self._pipe.send(self.engine.inspected(message.request_id))
             else:
-                try:
-                    self.engine.submit(message)
-                except LocalrunError as error:
-                    _report_failure(self._pipe, message.seq.request_id, error)
+                self._submit(message)
+
+    def _submit(self, work: Job | Batch) -> None:
+        request_id = work.request_id if isinstance(work, Batch) else work.seq.request_id
+        try:
+            if isinstance(work, Batch):
+                self.engine.submit_batch(work)
+            else:
+                self.engine.submit(work)
+        except LocalrunError as error:
+            _report_failure(self._pipe, request_id, error)
 
     def _read(self) -> None:
         """The reader thread: ends with the pipe, and lets the loop know."""
@@ -251,13 +264,17 @@ class Runner:
         if answer is not None:
             self._pipe.send(answer)
 
-    def _answered(self, message: Load | Generate | Render | Tokenize | Detokenize | Evaluate) -> FromRunner | None:
+    def _answered(self, message: Load | Generate | Embed | Rank | Render | Tokenize | Detokenize | Evaluate) -> FromRunner | None:
         """The answer, or None when it will come from the engine."""
         match message:
             case Generate():
                 self._inbox.put(self._intake.generation(message))
             case Evaluate():
                 self._inbox.put(self._intake.evaluation(message))
+            case Embed():
+                self._inbox.put(self._texts.embedding(message))
+            case Rank():
+                self._inbox.put(self._texts.ranking(message))
             case Render():
                 return self._intake.rendered(message)
             case Tokenize():

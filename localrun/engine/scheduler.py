@@ -44,6 +44,8 @@ class Slice:
     @property
     def outputs(self) -> int:
         """Rows whose logits will be wanted."""
+        if self.seq.pools:
+            return 0
         return self.rows if self.seq.wants_all_rows else 1 + len(self.draft) if self.completes else 0
 
     @property
@@ -105,9 +107,9 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return self.running + self.waiting
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises Busy when the queue is full."""
-        if len(self.waiting) >= self.max_waiting + max(0, self.max_running - len(self.running)):
+    def add(self, seq: Sequence, *, accepted: bool = False) -> None:
+        """Queues a sequence. Raises Busy when the queue is full, but for those that belong to a request that has been accepted."""
+        if not accepted and len(self.waiting) >= self.max_waiting + max(0, self.max_running - len(self.running)):
             raise Busy
         seq.phase = Phase.WAITING
         self.waiting.append(seq)
@@ -223,7 +225,9 @@ class Scheduler:
         self.cache.adopt(seq)
         if self._will_be_shared(plan, seq):
             return True
-        room = min(seq.pending, self.max_rows - plan.rows, seq.max_chunk)
+        # Sequences that are pooled come in a pass of their own.
+        taken = sum(s.rows for s in plan.slices if s.seq.pools == seq.pools)
+        room = min(seq.pending, self.max_rows - taken, seq.max_chunk)
         per_row = seq.computed + room // 2
         count = self._rows_within(plan, seconds, per_row, room)
         if count < min(room, MIN_CHUNK):
@@ -232,6 +236,10 @@ class Scheduler:
             count = min(room, MIN_CHUNK)
             at_least = self.cost.predict(plan.rows + count, plan.attended + count * per_row, plan.outputs)
             count = max(count, self._rows_within(plan, at_least, per_row, room))  # more rows, where they come at no more cost
+        if seq.whole and count < seq.pending:
+            if room < seq.pending or any(not s.seq.is_decoding for s in plan.slices):
+                return False
+            count = seq.pending
         if ALIGN_FROM <= count < seq.pending:
             count -= (seq.computed + count) % self.cache.pool.block_tokens
         while not self.cache.grow(seq, count):

@@ -43,6 +43,10 @@ class Sequence:
     wants_all_rows: bool = False
     adapter: LoadedAdapter | None = None
     adapter_scale: float = 1.0
+    pools: bool = False
+    """Whether a vector is wanted of it, and no logits."""
+    whole: bool = False
+    """Whether all its tokens must come in one pass."""
     max_chunk: int = 1 << 30
     """Most tokens of it in one step."""
 

@@ -22,6 +22,7 @@ from localrun.engine.scheduler import Plan, Scheduler, Slice
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.engine.states import StateSlots
+from localrun.engine.vectors import Batch, Pooled
 from localrun.errors import DeadlineExceeded, LocalrunError
 from localrun.messages import Failed, FromRunner, Inspected
 from localrun.models.model import BLOCK_TOKENS, Model, Span
@@ -68,6 +69,7 @@ class Engine:
         self._clock = clock
         self._say = say
         self._jobs: dict[str, Job] = {}
+        self._batches: dict[str, Batch] = {}
         self._preemptions = self._passes = self._rows = 0
         self._busy_s = 0.0
         self._near_misses: deque[str] = deque(maxlen=_NEAR_MISSES)
@@ -100,39 +102,71 @@ class Engine:
 
     def submit(self, job: Job) -> None:
         """Queues a job. Raises Busy, or LocalrunError when its id is taken; its adapter is given back then."""
-        request_id = job.seq.request_id
         try:
-            if request_id in self._jobs:
-                raise LocalrunError(f"request id {request_id!r} is in use")
+            self._check_free(job.seq.request_id)
             if job.seq.adapter is not None:
                 self.adapters.bring_in(job.seq.adapter)
             self.scheduler.add(job.seq)
         except BaseException:
             self.adapters.release(job.seq.adapter)
             raise
-        self._jobs[request_id] = job
+        self._jobs[job.seq.request_id] = job
+
+    def submit_batch(self, batch: Batch) -> None:
+        """Queues the texts of a request. Raises as `submit`."""
+        self._check_free(batch.request_id)
+        if batch.done:
+            self._emit(batch.result())
+            return
+        self._feed(batch, accepted=False)
+        self._batches[batch.request_id] = batch
+
+    def _feed(self, batch: Batch, *, accepted: bool) -> None:
+        for job in batch.next_jobs(self._clock()):
+            self.scheduler.add(job.seq, accepted=accepted)
+            self._jobs[job.seq.request_id] = job
+            accepted = True
+
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._jobs or request_id in self._batches:
+            raise LocalrunError(f"request id {request_id!r} is in use")
 
     def cancel(self, request_id: str) -> None:
         """Ends a job now; an id that is unknown or has ended is fine."""
-        if request_id in self._jobs:
+        if request_id in self._batches:
+            batch = self._batches[request_id]
+            self._remove_batch(batch)
+            self._emit(batch.cancelled())
+        elif request_id in self._jobs:
             job = self._jobs[request_id]
             self._remove(job)
             self._emit(job.cancelled(self._clock()))
 
     def fail(self, request_id: str, error: LocalrunError) -> None:
-        """Ends a job with an error."""
-        self._remove(self._jobs[request_id])
+        """Ends a job with an error, and the batch that it belongs to; one that has ended already is fine."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        if isinstance(job, Pooled):
+            request_id = job.batch.request_id
+            self._remove_batch(job.batch)
+        else:
+            self._remove(job)
         self._emit(Failed(request_id=request_id, code=error.code, message=str(error), param=error.param))
 
     def step(self) -> None:
         """One forward pass and what it brings. Does nothing without work."""
         plan = self._schedule()
-        if plan.slices:
-            spans = self._prepare(plan)
-            logits = self._forward(plan, spans)
+        pooling = Plan([s for s in plan.slices if s.seq.pools])
+        reading = Plan([s for s in plan.slices if not s.seq.pools])
+        if pooling.slices:
+            self._pool(pooling)
+        if reading.slices:
+            spans = self._prepare(reading)
+            logits = self._forward(reading, spans)
             if logits is not None:
-                self._commit(self._sample(plan, logits))
-        elif self._jobs and not plan.preempted:
+                self._commit(self._sample(reading, logits))
+        elif not plan.slices and self._jobs and not plan.preempted:
             self._give_up()
 
     def check(self) -> None:
@@ -163,7 +197,7 @@ class Engine:
         """Says where a long prompt left the tree, when the tree knew much that came very close."""
         seq = job.seq
         missed = len(seq.tokens) - seq.n_cached
-        if not seq.may_reuse or missed < _WORTH_EXPLAINING:
+        if not seq.may_reuse or seq.pools or missed < _WORTH_EXPLAINING:
             return
         miss = self.cache.tree.near_miss(seq.tokens, seq.kind)
         if miss is None or miss.beyond < _WORTH_EXPLAINING:
@@ -236,13 +270,22 @@ class Engine:
 
     def _forward(self, plan: Plan, spans: list[Span]) -> list[Floats] | None:
         """The logits of each slice's outputs; None when the pass failed, and with it every job in it."""
+        logits = self._pass(plan, spans, self.model.forward)
+        if logits is None:
+            return None
+        ends = np.cumsum([len(span.outputs) for span in spans])
+        return np.split(logits, ends[:-1])
+
+    def _pass(self, plan: Plan, spans: list[Span], run: Callable[[list[Span]], Floats]) -> Floats | None:
+        """What the model gives; None when it failed, and with it every job in the pass."""
         began = self._clock()
         try:
-            logits = self.model.forward(spans)
+            rows = run(spans)
         except Exception as error:
             failure = as_localrun_error(error, f"a forward pass of {plan.rows} rows")
             for s in plan.slices:
                 s.seq.may_reuse = False  # nothing of what it computed is to be trusted
+            for s in plan.slices:
                 self.fail(s.seq.request_id, failure)
             return None
         seconds = self._clock() - began
@@ -250,8 +293,29 @@ class Engine:
         self._passes += 1
         self._rows += plan.rows
         self._busy_s += seconds
-        ends = np.cumsum([len(span.outputs) for span in spans])
-        return np.split(logits, ends[:-1])
+        return rows
+
+    def _pool(self, plan: Plan) -> None:
+        """A pass over texts whose vectors are wanted; what it brings is kept until a request has all of its own."""
+        vectors = self._pass(plan, self._prepare(plan), self.model.embed)
+        if vectors is None:
+            return
+        for s, vector in zip(plan.slices, vectors, strict=True):
+            s.seq.computed = s.start + s.count
+            self.cache.publish(s.seq)
+            job = self._job(s.seq)
+            assert isinstance(job, Pooled)
+            if not s.seq.pending:
+                job.take_vector(vector)
+                self._remove(job)
+                self._go_on(job.batch)
+
+    def _go_on(self, batch: Batch) -> None:
+        if batch.done:
+            del self._batches[batch.request_id]
+            self._emit(batch.result())
+        else:
+            self._feed(batch, accepted=True)
 
     def _sample(self, plan: Plan, logits: list[Floats]) -> list[Slice]:
         """Lets every job decide on its rows. Those that cannot fail alone."""
@@ -290,6 +354,11 @@ class Engine:
         log.error("nothing can be scheduled: %s", [(s.request_id, s.phase, s.computed, len(s.tokens)) for s in self.scheduler.sequences])
         for request_id in list(self._jobs):
             self.fail(request_id, LocalrunError("internal error in the runner: nothing can be scheduled"))
+
+    def _remove_batch(self, batch: Batch) -> None:
+        for job in batch.live.values():
+            self._remove(job)
+        del self._batches[batch.request_id]
 
     def _job(self, seq: Sequence) -> Job:
         return self._jobs[seq.request_id]

@@ -62,7 +62,7 @@ class Tokenizer:
         accepted: byte fallback or U+FFFD, by kind of vocabulary.
         """
         matcher = self._special if parse_special else self._user_defined
-        before, behind = self._around() if add_special else ([], [])
+        before, behind = self.around() if add_special else ([], [])
         ids = before
         after_special = True
         for piece in matcher.split(to_text(text)):
@@ -73,6 +73,15 @@ class Tokenizer:
                 ids += self._encoder.encode(piece, after_special=after_special)
                 after_special = False
         return ids + behind
+
+    def between(self) -> list[int]:
+        """Ids that stand between two texts that are read as one: what belongs behind the first, in RoBERTa's vocabularies twice (Liu et al.
+        2019), or a separator where the vocabulary has no such thing.
+        """
+        behind = self.around()[1]
+        if not behind:
+            return [self.vocab.sep] if self.vocab.sep is not None else []
+        return behind * 2 if self.vocab.tokens[behind[-1]] == "</s>" and self.around()[0] else behind
 
     def decode(
         self, ids: Iterable[int], *, remove_special: bool = False, unparse_special: bool = True, clean_spaces: bool | None = None
@@ -107,7 +116,7 @@ class Tokenizer:
             piece = self._pieces[token] = self._read_piece(token)
         return piece
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def around(self) -> tuple[list[int], list[int]]:
         """Ids that belong in front of and behind a text."""
         vocab = self.vocab
         if vocab.model == "rwkv":

@@ -11,7 +11,22 @@ from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.parts import Parts
 from localrun.engine.step import Engine
-from localrun.messages import Evaluated, Failed, Finished, FromRunner, Generate, Piece, Sampling, Started, ToolCall
+from localrun.engine.texts import TextIntake
+from localrun.messages import (
+    Embed,
+    Embedded,
+    Evaluated,
+    Failed,
+    Finished,
+    FromRunner,
+    Generate,
+    Piece,
+    Rank,
+    Ranked,
+    Sampling,
+    Started,
+    ToolCall,
+)
 from localrun.models.model import BLOCK_TOKENS
 from tests.fakes import TEMPLATE, FakeClock, FakeModel, parts_of
 
@@ -27,6 +42,7 @@ class Outcome:
     pieces: list[Piece] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
     finished: Finished | None = None
+    vectors: Embedded | Ranked | None = None
     failed: Failed | None = None
 
     @property
@@ -42,7 +58,7 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        return self.finished is not None or self.failed is not None
+        return self.finished is not None or self.failed is not None or self.vectors is not None
 
 
 class Harness:
@@ -74,6 +90,7 @@ class Harness:
         self.events: list[FromRunner] = []
         self.engine = Engine(self.model, n_blocks, self._emit, n_slots=self.n_slots, clock=self.clock, say=self._say, **options)
         self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, self.clock)
+        self.texts = TextIntake(self.parts, n_blocks * BLOCK_TOKENS)
         self._n = 0
 
     def _say(self, ids: list[int]) -> str:
@@ -96,6 +113,8 @@ class Harness:
                 outcome.evaluated.append(event)
             case Finished():
                 outcome.finished = event
+            case Embedded() | Ranked():
+                outcome.vectors = event
             case Failed():
                 outcome.failed = event
             case _:
@@ -107,6 +126,13 @@ class Harness:
     def add_job(self, job: Job) -> Outcome:
         outcome = self.outcomes[job.seq.request_id] = Outcome()
         self.engine.submit(job)
+        return outcome
+
+    def pool(self, request: Embed | Rank) -> Outcome:
+        """Queues texts whose vectors or scores are wanted."""
+        batch = self.texts.embedding(request) if isinstance(request, Embed) else self.texts.ranking(request)
+        outcome = self.outcomes[request.request_id] = Outcome()
+        self.engine.submit_batch(batch)
         return outcome
 
     def ask(self, prompt: str | list[int], **fields: Any) -> Outcome:
