@@ -134,6 +134,7 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "max_tokens": max(options.get("num_predict", -1), -1),
         "num_ctx": options["num_ctx"],
         "draft_num_predict": options.get("draft_num_predict", -1),
+        "draft_rule": options.get("draft_rule", "exact"),
         **adapters(options, model),
         "overflow": overflow_of(body),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,

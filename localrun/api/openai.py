@@ -208,6 +208,7 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
                 Generate(
                     request_id=f"{request_id}-{len(result)}",
                     draft_num_predict=options.get("draft_num_predict", -1),
+                    draft_rule=options.get("draft_rule", "exact"),
                     format=_format(body),
                     sampling=sampling(drawn, bias),
                     stop=options["stop"],

@@ -16,7 +16,7 @@ from localrun.durations import parse_keep_alive
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Message, Sampling
 
-Kind = Literal["integer", "float", "boolean", "array"]
+Kind = Literal["integer", "float", "boolean", "string", "array"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Option:
     high: float | None = None
     harmless: tuple[Any, ...] = ()
     """Of a refused option: the values that ask for nothing."""
+    choices: tuple[str, ...] = ()
+    """Of a string: all that it can be; empty: anything."""
 
 
 _NO_SUCH_PLACE = "Where the model lies changes no answer; it runs on the CPU."
@@ -71,6 +73,22 @@ OPTIONS: dict[str, Option] = {
     "draft_num_predict": Option(
         "integer", "honoured", "Most tokens guessed ahead; below 0: as many as pay. Never changes an answer.", low=-1
     ),
+    "draft": Option(
+        "string", "honoured", "A smaller model here, with the same vocabulary, that guesses ahead; another than it runs with loads it anew."
+    ),
+    "kv_cache_type": Option(
+        "string",
+        "honoured",
+        "How K and V are kept: f16, bf16, q8_0 or q4_0; another type than the model runs with loads it anew.",
+        choices=("f16", "bf16", "q8_0", "q4_0"),
+    ),
+    "draft_rule": Option(
+        "string",
+        "honoured",
+        "When a guess is kept. exact: when it is the token that would have come, so that guesses never change an answer; ratio: with "
+        "probability p/q, after which answers are distributed alike, but are others.",
+        choices=("exact", "ratio"),
+    ),
     "adapter_scale": Option("float", "honoured", "Factor of what the model's adapters change; 0: nothing. Default 1."),
     "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, and system messages stay."),
     "num_batch": Option("integer", "accepted", "Without effect: the engine sizes its passes, and no result depends on it."),
@@ -83,12 +101,12 @@ OPTIONS: dict[str, Option] = {
     "logits_all": Option("boolean", "accepted", "Without effect: asks for logits that no reply carries."),
     "tfs_z": Option("float", "refused", "Tail-free sampling.", harmless=(1.0,)),
     "penalize_newline": Option("boolean", "refused", "Keeping line breaks out of the penalties.", harmless=(True,)),
-    "f16_kv": Option("boolean", "refused", "K/V precision by request; LOCALRUN_KV_CACHE_TYPE sets it.", harmless=(True,)),
+    "f16_kv": Option("boolean", "refused", "The older name of kv_cache_type.", harmless=(True,)),
     "vocab_only": Option("boolean", "refused", "Loading no weights.", harmless=(False,)),
     "embedding_only": Option("boolean", "refused", "Loading a model for embeddings only.", harmless=(False,)),
 }
 
-_TYPE_NAMES = {"integer": "integer", "float": "float32", "boolean": "boolean", "array": "array"}
+_TYPE_NAMES = {"integer": "integer", "float": "float32", "boolean": "boolean", "string": "string", "array": "array"}
 
 
 @dataclass(frozen=True)
@@ -176,6 +194,12 @@ def _typed(name: str, option: Option, value: Any) -> Any:
         case "boolean":
             if not isinstance(value, bool):
                 raise wrong
+            return value
+        case "string":
+            if not isinstance(value, str):
+                raise wrong
+            if option.choices and value not in option.choices:
+                raise BadRequest(f'option "{name}" must be one of {", ".join(option.choices)}, got {value[:60]!r}', param="options")
             return value
         case "array":
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):

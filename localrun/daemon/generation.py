@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from localrun.api import anthropic, ollama, openai, responses
 from localrun.api.answer import Answer, Outcome, Reply
 from localrun.api.anthropic_schema import CountTokensBody, MessagesBody
 from localrun.api.openai_schema import ChatCompletionBody, CompletionBody
-from localrun.api.options import keep_alive_seconds, model_options
+from localrun.api.options import checked_options, keep_alive_seconds, model_options
 from localrun.api.responses_schema import ResponsesBody
 from localrun.api.schema import ChatBody, DetokenizeBody, GenerateBody, TokenizeBody
 from localrun.daemon.echo import echo_of
@@ -67,7 +68,7 @@ async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
     """POST /v1/chat/completions."""
     stored = await x.services.stored(body.model)
     requests = openai.chat_requests(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=body.options)
     usage = body.stream_options is not None and body.stream_options.include_usage
     reply = openai.ChatReply(body.model, n=body.n, include_usage=usage)
     await _answer(x, resident, requests, reply, "sse" if body.stream else None, one_call=not body.parallel_tool_calls)
@@ -77,7 +78,7 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     """POST /v1/completions."""
     stored = await x.services.stored(body.model)
     requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive))
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=body.options)
     echoes = []
     if body.echo:
         for number, prompt in enumerate(openai.prompts_of(body)):
@@ -96,7 +97,7 @@ async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
     """POST /v1/responses."""
     stored = await x.services.stored(body.model)
     request = responses.response_request(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=body.options)
     reply = responses.ResponseReply(body)
     await _answer(x, resident, [request], reply, "events" if body.stream else None, one_call=not body.parallel_tool_calls)
 
@@ -106,7 +107,7 @@ async def v1_messages(x: Exchange, body: MessagesBody) -> None:
     anthropic.check(body)
     stored = await x.services.stored(body.model)
     request = anthropic.messages_request(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive))
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=body.options)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None, one_call=one_call)
 
@@ -143,13 +144,21 @@ async def detokenize(x: Exchange, body: DetokenizeBody) -> None:
 
 
 async def hold(
-    x: Exchange, stored: StoredModel, num_thread: int | None, keep_alive: float | None, heard: Progress | None = None
+    x: Exchange,
+    stored: StoredModel,
+    num_thread: int | None,
+    keep_alive: float | None,
+    heard: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Resident:
-    """Has the model in memory until the exchange ends. Notes how long that took."""
+    """Has the model in memory until the exchange ends. Notes how long that took. options: the request's, which may say how it is loaded."""
     began = time.monotonic()
     x.noted["model"] = stored.name
     facts = await x.services.facts(stored)
-    resident = await x.stack.enter_async_context(x.services.loader.use(wanted(stored, facts, num_thread), keep_alive, heard))
+    asked = checked_options(options or {})
+    draft = await x.services.draft(stored, asked.get("draft"))
+    described = wanted(stored, facts, num_thread, draft, asked.get("kv_cache_type"))
+    resident = await x.stack.enter_async_context(x.services.loader.use(described, keep_alive, heard))
     x.load_s = time.monotonic() - began
     return resident
 
@@ -165,7 +174,7 @@ async def _hold_for_ollama(x: Exchange, body: GenerateBody | ChatBody, stored: S
     if body.load_progress and body.stream:
         resident = await _hold_aloud(x, body, stored, num_thread, keep_alive)
     else:
-        resident = await hold(x, stored, num_thread, keep_alive)
+        resident = await hold(x, stored, num_thread, keep_alive, options=body.options)
     if not ollama.loads_only(body):
         return resident
     if x.has_begun:
@@ -192,7 +201,7 @@ async def _hold_aloud(
 
     saying = asyncio.create_task(say())
     try:
-        return await hold(x, stored, num_thread, keep_alive, steps.put_nowait)
+        return await hold(x, stored, num_thread, keep_alive, steps.put_nowait, body.options)
     finally:
         steps.put_nowait(None)
         await saying

@@ -34,6 +34,16 @@ LEAST_BESIDE_WEIGHTS = 512 << 20
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A smaller model that guesses ahead for another."""
+
+    name: str
+    path: Path
+    digest: str = ""
+    memory: Facts | None = None
+
+
+@dataclass(frozen=True)
 class Wanted:
     """A model a request needs."""
 
@@ -45,6 +55,10 @@ class Wanted:
     """0: whatever it runs with."""
     memory: Facts | None = None
     """What its header tells of the memory it takes; None: not known, the size of the file is taken for it."""
+    draft: Draft | None = None
+    """None: whatever it runs with."""
+    kv_cache_type: str = ""
+    """Empty: whatever it runs with, the setting's at first."""
 
 
 @dataclass
@@ -70,6 +84,8 @@ class Resident:
     runner: Runner
     num_thread: int
     ready: asyncio.Future[Loaded]
+    kv_cache_type: str = "f16"
+    draft: Draft | None = None
     in_flight: int = 0
     """Requests that hold it, those that wait for it to load included."""
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -97,6 +113,17 @@ class Resident:
     def loaded(self) -> Loaded | None:
         done = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
         return self.ready.result() if done else None
+
+
+def _difference(resident: Resident, wanted: Wanted) -> str:
+    """What a request asks of the runner that it was not loaded with, in words; empty: nothing."""
+    if wanted.num_thread not in (0, resident.num_thread):
+        return f"{wanted.num_thread} threads"
+    if wanted.draft is not None and (resident.draft is None or wanted.draft.path != resident.draft.path):
+        return f"the draft model {wanted.draft.name}"
+    if wanted.kv_cache_type not in ("", resident.kv_cache_type):
+        return f"a KV cache of {wanted.kv_cache_type}"
+    return ""
 
 
 class Loader:
@@ -193,8 +220,8 @@ class Loader:
                     self._stop(resident)
                 if resident is None:
                     resident = self._begin(wanted) if self._make_room(wanted) else None
-                elif not resident.leaving and wanted.num_thread not in (0, resident.num_thread):
-                    log.info("%s: loading again with %d threads", wanted.name, wanted.num_thread)
+                elif not resident.leaving and (other := _difference(resident, wanted)):
+                    log.info("%s: loading again with %s", wanted.name, other)
                     resident.leaving = True
                     if not resident.in_flight:
                         self._stop(resident)
@@ -281,14 +308,26 @@ class Loader:
 
     def _lacking(self, wanted: Wanted, available: int) -> str:
         """Why the model does not fit into so much memory; empty when it does, or when nobody knows."""
-        return shortfall(wanted.memory, available, self._settings.kv_cache_type) if wanted.memory is not None else ""
+        if wanted.memory is None:
+            return ""
+        beside = "" if wanted.draft is None else f" (beside its draft model {wanted.draft.name})"
+        lacking = shortfall(wanted.memory, available - self._drafts_needs(wanted), wanted.kv_cache_type or self._settings.kv_cache_type)
+        return lacking and lacking.replace("model requires", f"model{beside} requires", 1)
 
     def _needs(self, wanted: Wanted) -> int:
         """Bytes that a model will take, at least."""
-        if wanted.memory is not None:
-            return plan(wanted.memory, available=self._available(), num_ctx=LEAST_CONTEXT, kv_type=self._settings.kv_cache_type).total
+        return self._needs_alone(wanted, wanted.kv_cache_type) + self._drafts_needs(wanted)
+
+    def _drafts_needs(self, wanted: Wanted) -> int:
+        """Bytes that its draft model will take; 0 without one."""
+        return 0 if wanted.draft is None else self._needs_alone(wanted.draft, wanted.kv_cache_type)
+
+    def _needs_alone(self, model: Wanted | Draft, kv_cache_type: str) -> int:
+        if model.memory is not None:
+            kv_type = kv_cache_type or self._settings.kv_cache_type
+            return plan(model.memory, available=self._available(), num_ctx=LEAST_CONTEXT, kv_type=kv_type).total
         try:
-            return wanted.path.stat().st_size + LEAST_BESIDE_WEIGHTS
+            return model.path.stat().st_size + LEAST_BESIDE_WEIGHTS
         except OSError:
             return LEAST_BESIDE_WEIGHTS
 
@@ -297,6 +336,8 @@ class Loader:
     def _begin(self, wanted: Wanted) -> Resident:
         num_thread = wanted.num_thread or self._settings.num_thread
         resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
+        resident.kv_cache_type = wanted.kv_cache_type or self._settings.kv_cache_type
+        resident.draft = wanted.draft
         if self._settings.num_parallel:
             resident.slots = asyncio.Semaphore(self._settings.num_parallel)
         self._residents[str(wanted.path)] = resident
@@ -311,9 +352,11 @@ class Loader:
             digest=wanted.digest,
             num_thread=resident.num_thread,
             isa=self._settings.isa,
-            kv_cache_type=self._settings.kv_cache_type,
+            kv_cache_type=resident.kv_cache_type,
             max_queue=self._settings.max_queue,
             model_name=wanted.name,
+            draft_path=str(resident.draft.path) if resident.draft is not None else "",
+            draft_digest=resident.draft.digest if resident.draft is not None else "",
         )
         began = time.monotonic()
         try:
@@ -321,7 +364,10 @@ class Loader:
         except LocalrunError as error:
             log.warning("%s: not loaded: %s", wanted.name, error)
             # Where the file lies is nothing to a client, who knows it by its model's name.
-            self._settle(resident, from_wire(error.code, str(error).replace(str(wanted.path), wanted.name), error.param))
+            message = str(error).replace(str(wanted.path), wanted.name)
+            if resident.draft is not None:
+                message = message.replace(str(resident.draft.path), resident.draft.name)
+            self._settle(resident, from_wire(error.code, message, error.param))
         except Exception as error:
             log.exception("%s: not loaded", wanted.name)
             self._settle(resident, LoadFailed(f"{wanted.name} could not be loaded: {type(error).__name__}"))

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from localrun.api.infill import infill_of
 from localrun.api.models import LONGEST_ARRAY, FileFacts
 from localrun.api.options import ModelDefaults, model_options
-from localrun.daemon.loader import Loader, Wanted
+from localrun.daemon.loader import Draft, Loader, Wanted
 from localrun.daemon.metrics import Metrics
-from localrun.errors import LocalrunError, ModelFileRejected
+from localrun.errors import BadRequest, LocalrunError, ModelFileRejected
 from localrun.messages import Message, ToolCall
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
@@ -87,6 +87,17 @@ class Services:
             self._facts[key] = known
         return known
 
+    async def draft(self, stored: StoredModel, asked_for: str | None) -> Draft | None:
+        """The model that guesses ahead for a stored one: the request's, else its own, if it has one; empty: none. Raises what Store.get
+        raises, ModelFileRejected."""
+        name = asked_for if asked_for is not None else str(model_options(stored.params).get("draft", ""))
+        if not name:
+            return None
+        found = await self.stored(name)
+        if found.model_path == stored.model_path:
+            raise BadRequest(f'draft: "{name}" is the model itself; a draft model must be a smaller one', param="draft")
+        return Draft(found.name, found.model_path, found.model_digest, (await self.facts(found)).memory)
+
     async def defaults(self, stored: StoredModel, asked_for: str) -> ModelDefaults:
         """What the stored model brings to a request that called it `asked_for`. Raises ModelFileRejected."""
         facts = await self.facts(stored)
@@ -118,10 +129,20 @@ class Services:
         self._long.shutdown(wait=False, cancel_futures=True)
 
 
-def wanted(stored: StoredModel, facts: FileFacts, num_thread: int | None) -> Wanted:
-    """The model as the loader wants it described. num_thread: the request's; else the model's own, if it has one."""
-    threads = num_thread if num_thread is not None else model_options(stored.params).get("num_thread", 0)
-    return Wanted(name=stored.name, path=stored.model_path, digest=stored.model_digest, num_thread=threads, memory=facts.memory)
+def wanted(
+    stored: StoredModel, facts: FileFacts, num_thread: int | None, draft: Draft | None = None, kv_cache_type: str | None = None
+) -> Wanted:
+    """The model as the loader wants it described. num_thread, kv_cache_type: the request's; else the model's own, if it has one."""
+    own = model_options(stored.params)
+    return Wanted(
+        name=stored.name,
+        path=stored.model_path,
+        digest=stored.model_digest,
+        num_thread=num_thread if num_thread is not None else own.get("num_thread", 0),
+        memory=facts.memory,
+        draft=draft,
+        kv_cache_type=kv_cache_type if kv_cache_type is not None else own.get("kv_cache_type", ""),
+    )
 
 
 def read_facts(stored: StoredModel, override: str | None) -> FileFacts:

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from localrun.errors import BadRequest
 
-Kind = Literal["int", "float", "bool", "strings"]
+Kind = Literal["int", "float", "bool", "string", "strings"]
 
 KINDS: dict[str, Kind] = {
     "num_ctx": "int", "num_batch": "int", "num_gpu": "int", "main_gpu": "int", "use_mmap": "bool", "num_thread": "int",
-    "num_keep": "int", "num_predict": "int", "draft_num_predict": "int", "seed": "int", "stop": "strings",
+    "num_keep": "int", "num_predict": "int", "draft_num_predict": "int", "draft": "string",
+    "draft_rule": "string", "kv_cache_type": "string", "seed": "int", "stop": "strings",
     "temperature": "float", "top_k": "int", "top_p": "float", "min_p": "float", "typical_p": "float",
     "repeat_last_n": "int", "repeat_penalty": "float", "presence_penalty": "float", "frequency_penalty": "float",
     "top_n_sigma": "float", "xtc_probability": "float", "xtc_threshold": "float", "mirostat": "int", "mirostat_tau": "float",
@@ -29,7 +30,7 @@ DEPRECATED = frozenset({
 })  # fmt: skip
 """Names that old Modelfiles have and no engine obeys any more; a create drops them and says so."""
 
-_WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "strings": "text or a list of texts"}
+_WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text", "strings": "text or a list of texts"}
 _INT = re.compile(r"[+-]?[0-9]{1,19}\Z")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?\Z")
 _TRUE, _FALSE = ("1", "t", "true"), ("0", "f", "false")
@@ -61,6 +62,9 @@ def checked(name: str, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
             return list(texts)
+    elif kind == "string":
+        if isinstance(value, str):
+            return value
     elif kind == "bool":
         if isinstance(value, bool):
             return value

@@ -99,6 +99,9 @@ def test_sampling_takes_what_is_its_own() -> None:
         "num_thread",
         "stop",
         "draft_num_predict",
+        "draft",
+        "draft_rule",
+        "kv_cache_type",
         "adapter_scale",
     }
 

@@ -16,7 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from localrun.engine.parts import Parts
 from localrun.errors import LoadFailed
+from localrun.messages import Load
+from localrun.models.model import Progress
 from tests import fakes
 from tests.daemon import serving
 from tests.daemon.serving import Daemon, saying
@@ -183,6 +186,41 @@ def test_another_number_of_threads_loads_the_model_again(tmp_path: Path) -> None
         assert running.loaded()[0]["pid"] == pid
         chat(running, options={"num_thread": threads + 2})
         assert running.loaded()[0]["pid"] != pid
+
+
+def load_with_draft(load: Load, progress: Progress, told: str) -> Parts:
+    """Notes what it is told of a draft model and of the KV cache."""
+    with Path(told).open("a", encoding="utf-8") as file:
+        file.write(f"{Path(load.path).name} {Path(load.draft_path).name if load.draft_path else '-'} {load.kv_cache_type}\n")
+    return fakes.load_scripted(load, progress)
+
+
+def test_a_draft_model_and_a_kv_type_load_the_model_again(tmp_path: Path) -> None:
+    """From the Modelfile or the request; a request that says nothing takes what is there; a name nobody has is a 404."""
+    told = tmp_path / "told"
+    with serving.daemon(tmp_path, functools.partial(load_with_draft, told=str(told))) as running:
+        running.add_model("smaller", serving.tiny_gguf(keys={"general.name": ("string", "smaller")}))
+        running.add_model("quick", params={"draft": "smaller", "kv_cache_type": "q8_0"})
+        weights = running.store.get("tiny").model_path.name
+        smaller = running.store.get("smaller").model_path.name
+        chat(running)
+        chat(running, options={"draft": "smaller"})
+        chat(running)
+        chat(running, options={"kv_cache_type": "q4_0"})
+        chat(running, model="quick")
+        chat(running, model="quick", options={"draft": ""})
+        assert told.read_text(encoding="utf-8").splitlines() == [
+            f"{weights} - f16", f"{weights} {smaller} f16", f"{weights} - q4_0", f"{weights} {smaller} q8_0",
+        ]  # fmt: skip
+        response = running.http.post("/api/chat", json={"model": "tiny", "messages": HI, "options": {"draft": "nobody"}})
+        assert response.status_code == 404
+        assert "nobody" in response.json()["error"]
+        itself = running.http.post("/v1/chat/completions", json={"model": "quick", "messages": HI, "options": {"draft": "tiny"}})
+        assert itself.status_code == 400
+        assert "is the model itself" in itself.json()["error"]["message"]
+        wrong = running.http.post("/api/chat", json={"model": "tiny", "messages": HI, "options": {"kv_cache_type": "q2"}})
+        assert wrong.status_code == 400
+        assert 'option "kv_cache_type" must be one of f16, bf16, q8_0, q4_0' in wrong.json()["error"]
 
 
 def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
