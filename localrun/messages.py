@@ -121,6 +121,9 @@ class Generate(Struct, tag="generate", kw_only=True):
     format: str | dict[str, Any] | None = None
     """"json": an object; a JSON schema; {"regex": ...}; {"grammar": ...} in Lark's or llama.cpp's notation. None or "": free text."""
     think: bool | str | None = None
+    thinking_budget: int = -1
+    """Most tokens of thinking, after which the engine ends it; below 0: by the level of `think` where the template has no notion of
+    levels, else none."""
     template_kwargs: dict[str, Any] = {}
     sampling: Sampling = Sampling()
     stop: list[str] = []
@@ -319,6 +322,8 @@ class Finished(Struct, tag="finished", kw_only=True):
     accepted_tokens: int = 0
     logprob: float = 0.0
     """With `score`: the sum over the answer's tokens, the end of the turn included."""
+    thinking_tokens: int = 0
+    """Of completion_tokens, those that were thinking, its marks included."""
     tool_problems: list[str] = []
     """Why what looked like a tool call came as text, and where a call's arguments break the tool's schema."""
     draft_saved_s: float = 0.0

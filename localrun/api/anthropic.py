@@ -61,6 +61,7 @@ def messages_request(body: MessagesBody, model: ModelDefaults, request_id: str) 
         num_ctx=options["num_ctx"],
         overflow=body.overflow,
         **adapters(options, model),
+        deadline_s=body.timeout or 0.0,
         **_prompt(body, model),
     )
 
@@ -80,6 +81,7 @@ def _prompt(body: CountTokensBody, model: ModelDefaults) -> dict[str, Any]:
         "must_call": must_call,
         "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         "think": _think(body, model),
+        "thinking_budget": _budget(body, model),
         "format": _format(body),
         "template": model.template,
     }
@@ -160,6 +162,12 @@ def _think(body: CountTokensBody, model: ModelDefaults) -> bool | str | None:
     return True if wanted == "enabled" else None
 
 
+def _budget(body: CountTokensBody, model: ModelDefaults) -> int:
+    """Below 0: none."""
+    budget = body.thinking.budget_tokens if body.thinking else None
+    return budget if budget is not None and "thinking" in model.capabilities else -1
+
+
 def _format(body: CountTokensBody) -> dict[str, Any] | None:
     wanted = (body.output_config.format if body.output_config else None) or body.output_format
     if wanted is None:
@@ -238,7 +246,7 @@ class MessageReply:
         finished = outcome.finished
         usage = usage_of(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens)
         delta = {"stop_reason": stop_reason(outcome), "stop_sequence": finished.stop}
-        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage, **remarks(outcome)}]
+        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage, "seed": finished.seed, **remarks(outcome)}]
 
     def ending(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
         return [{"type": "message_stop"}]
@@ -255,7 +263,7 @@ class MessageReply:
             content.append({"type": "text", "text": "".join(answer.text)})
         content += [{"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in answer.tool_calls]
         usage = usage_of(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens)
-        return self._message(content, stop_reason(outcomes[0]), finished.stop, usage) | remarks(outcomes[0])
+        return self._message(content, stop_reason(outcomes[0]), finished.stop, usage) | {"seed": finished.seed, **remarks(outcomes[0])}
 
     def _message(self, content: Sequence[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         return {

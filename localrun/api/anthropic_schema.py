@@ -88,7 +88,7 @@ class Thinking(Body):
     """Whether the model thinks first."""
 
     type: Literal["enabled", "disabled", "adaptive"] = honoured(..., "enabled, disabled, or adaptive: as the model likes.")
-    budget_tokens: int | None = accepted(None, "Without effect: max_tokens bounds thoughts and answer together.")
+    budget_tokens: int | None = honoured(None, "Most tokens of thinking, after which it is ended and the answer comes.", ge=0)
     display: str = accepted("", "Without effect: thoughts are sent as they are.")
 
 
@@ -129,6 +129,7 @@ class MessagesBody(CountTokensBody):
     seed: int | None = honoured(None, "localrun's own: makes the answer repeatable.")
     num_ctx: int | None = honoured(None, "localrun's own: most tokens, prompt and answer together.")
     options: dict[str, Any] = honoured({}, "localrun's own: options as on /api; the fields of this body win.")
+    timeout: float | None = honoured(None, "localrun's own: seconds after which the request ends with an error (504).", gt=0)
     overflow: Overflow = honoured("error", "localrun's own: what happens to a prompt that does not fit.")
     metadata: dict[str, Any] = accepted({}, "Without effect: names your user to a provider.")
     service_tier: str = accepted("auto", "Without effect: there is one tier.")

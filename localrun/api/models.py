@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from localrun.durations import FOREVER
+from localrun.messages import Inspected, Loaded
 from localrun.store import StoredModel, modelfile_for
 from localrun.store.facts import Facts
 from localrun.store.parameters import to_texts
@@ -74,7 +75,8 @@ def tags_entry(stored: StoredModel, can: Sequence[str]) -> dict[str, Any]:
 
 
 def ps_entry(stored: StoredModel, *, size: int, context_length: int, expires_at: float | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """One model of /api/ps. size: bytes of weights and KV cache; expires_at: Unix time, None: not while things are as they are."""
+    """One model of /api/ps. size: bytes of weights and of the KV cache as far as it is used; expires_at: Unix time, None: not while things
+    are as they are."""
     return {
         "name": stored.name,
         "model": stored.name,
@@ -86,6 +88,40 @@ def ps_entry(stored: StoredModel, *, size: int, context_length: int, expires_at:
         "context_length": context_length,
         **extra,
     }
+
+
+def kv_in_use(loaded: Loaded, inspected: Inspected | None) -> int:
+    """Bytes of the KV cache that hold something: what requests hold, and what is kept for later ones. The rest of the pool is reserved, and
+    takes memory only once it has been written to."""
+    if inspected is None or not inspected.kv_blocks:
+        return 0
+    return loaded.kv_bytes // inspected.kv_blocks * (inspected.kv_blocks_held + inspected.kv_blocks_cached)
+
+
+def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
+    """What /api/ps says of a loaded model beside Ollama's fields. inspected None: its engine has not said yet how it stands."""
+    detail: dict[str, Any] = {
+        "weight_bytes": loaded.weight_bytes,
+        "kv_bytes": loaded.kv_bytes,
+        "kv_bytes_in_use": kv_in_use(loaded, inspected),
+        "kv_tokens": loaded.kv_tokens,
+        "num_thread": loaded.num_thread,
+        "isa": loaded.isa,
+    }
+    if inspected is not None:
+        detail["engine"] = {
+            "running": inspected.running,
+            "waiting": inspected.waiting,
+            "kv_tokens_held": inspected.kv_blocks_held * inspected.block_tokens,
+            "kv_tokens_cached": inspected.kv_blocks_cached * inspected.block_tokens,
+            "kv_tokens_evicted": inspected.evicted_blocks * inspected.block_tokens,
+            "preemptions": inspected.preemptions,
+            "passes": inspected.passes,
+            "tokens": inspected.rows,
+            "busy_s": round(inspected.busy_s, 3),
+            "near_misses": inspected.near_misses,
+        }
+    return detail
 
 
 def show_reply(

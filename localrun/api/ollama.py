@@ -137,6 +137,8 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "draft_rule": options.get("draft_rule", "exact"),
         **adapters(options, model),
         "overflow": overflow_of(body),
+        "thinking_budget": -1 if body.thinking_budget is None else body.thinking_budget,
+        "deadline_s": body.timeout or 0.0,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "priority": body.priority,
     }
@@ -158,6 +160,8 @@ def _check_capabilities(body: Inference, model: ModelDefaults) -> None:
         raise Unsupported(f'"{model.name}" does not support {verb}', param="model")
     if body.think and "thinking" not in model.capabilities:
         raise Unsupported(f'"{model.name}" does not support thinking', param="think")
+    if body.thinking_budget is not None and "thinking" not in model.capabilities:
+        raise Unsupported(f'"{model.name}" does not support thinking', param="thinking_budget")
 
 
 # ---- replies ------------------------------------------------------------------------------------------------------------------
@@ -284,6 +288,8 @@ class OllamaReply:
             "first_token_duration": _ns(finished.first_token_s),
             "seed": finished.seed,
         }
+        if finished.thinking_tokens:
+            result["thinking_eval_count"] = finished.thinking_tokens
         if finished.drafted_tokens:
             result |= {"drafted_tokens": finished.drafted_tokens, "accepted_tokens": finished.accepted_tokens}
         return {**result, **dropped(outcome), **remarks(outcome)}

@@ -53,6 +53,7 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
     _require_completion(model, "chat")
     tools, must_call = choose(body.tool_choice, body.tools, model.name, model.capabilities)
     think = think_of(body, model)
+    budget = body.thinking_budget if body.thinking_budget is not None else body.reasoning.max_tokens if body.reasoning else None
     conversation = [*model.messages, *read_messages(body.messages)]
     if model.system and conversation[0].role != "system":
         conversation.insert(0, Message(role="system", content=model.system))
@@ -68,6 +69,7 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
         parallel_tool_calls=body.parallel_tool_calls,
         template=model.template,
         think=think,
+        thinking_budget=thinking_budget_of(budget, model, "thinking_budget"),
         template_kwargs=body.chat_template_kwargs,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -100,6 +102,17 @@ def most_tokens(asked: int | None, body: Common, model: ModelDefaults) -> int:
     return max(limit, -1)
 
 
+def best_of(body: Common) -> int:
+    """How many answers are made for each prompt, of which `n` are sent. Raises BadRequest where that cannot be."""
+    if not isinstance(body, CompletionBody) or body.best_of is None:
+        return body.n
+    if body.best_of < body.n:
+        raise BadRequest(f"best_of must be at least n, {body.best_of} is less than {body.n}", param="best_of")
+    if body.stream and body.best_of > body.n:
+        raise BadRequest("best_of cannot be streamed: which answers are the best is known at the end", param="best_of")
+    return body.best_of
+
+
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     """The prompts, however many were sent. Raises BadRequest when there is none."""
     prompt = body.prompt
@@ -110,6 +123,13 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if all(isinstance(item, int) for item in prompt):
         return [prompt]  # type: ignore[list-item]
     return list(prompt)  # type: ignore[arg-type]
+
+
+def thinking_budget_of(budget: int | None, model: ModelDefaults, param: str) -> int:
+    """Below 0: none. Raises Unsupported for a model that does not think."""
+    if budget is not None and "thinking" not in model.capabilities:
+        raise Unsupported(f'"{model.name}" does not support thinking', param=param)
+    return -1 if budget is None else budget
 
 
 def think_of(body: ChatCompletionBody, model: ModelDefaults) -> bool | str | None:
@@ -199,8 +219,9 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
     options = merged(options_of(body), model, DEFAULTS)
     bias = _bias(body.logit_bias)
     result: list[Generate] = []
+    made = max(body.n, best_of(body))
     for prompt in prompts:
-        for answer in range(body.n):
+        for answer in range(made):
             drawn = dict(options)
             if drawn.get("seed") is not None and drawn["seed"] >= 0:
                 drawn["seed"] += answer
@@ -216,6 +237,8 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
                     overflow=body.overflow,
                     priority=body.priority,
                     **adapters(options, model),
+                    deadline_s=body.timeout or 0.0,
+                    score=made > body.n,
                     **prompt,
                     **shared,
                 )
@@ -253,6 +276,7 @@ def usage_of(outcomes: Sequence[Outcome], n: int = 1) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(outcome.finished.thinking_tokens for outcome in outcomes)},
     }
     for outcome in outcomes[::n]:
         for name, count in dropped(outcome).items():
@@ -353,7 +377,7 @@ class ChatReply(_Reply):
         return [self._chunk(result)]
 
     def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
-        return [self._chunk({"index": choice, "delta": {}, "finish_reason": finish_reason(outcome), **remarks(outcome)})]
+        return [self._chunk({"index": choice, "delta": {}, "finish_reason": finish_reason(outcome), **said_of(outcome)})]
 
     def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
         choices = []
@@ -364,7 +388,7 @@ class ChatReply(_Reply):
                 message["reasoning"] = "".join(answer.thinking)
             if answer.tool_calls:
                 message["tool_calls"] = tool_call_items(answer.tool_calls)
-            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish_reason(outcome), **remarks(outcome)}
+            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish_reason(outcome), **said_of(outcome)}
             if answer.logprobs:
                 choice["logprobs"] = _chat_logprobs(answer.logprobs)
             choices.append(choice)
@@ -378,6 +402,8 @@ class CompletionReply(_Reply):
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     object_whole = "text_completion"
     object_chunk = "text_completion"
+    made: int = 0
+    """How many answers each prompt has, where only the `n` likeliest are sent; 0: n."""
     echoes: Sequence[Echo] = ()
     """Of each prompt, where they are repeated."""
     sent: dict[int, int] = field(default_factory=dict)
@@ -399,9 +425,13 @@ class CompletionReply(_Reply):
         return [self._chunk(self._choice(choice, piece.text, None, _completion_logprobs(piece.logprobs, offset)))]
 
     def closing(self, choice: int, outcome: Outcome) -> list[dict[str, Any]]:
-        return [self._chunk(self._choice(choice, "", finish_reason(outcome), None) | remarks(outcome))]
+        return [self._chunk(self._choice(choice, "", finish_reason(outcome), None) | said_of(outcome))]
 
     def whole(self, answers: list[Answer], outcomes: list[Outcome]) -> dict[str, Any]:
+        usage = usage_of(outcomes, self.made or self.n)
+        if self.made > self.n:
+            best = self._best(outcomes)
+            answers, outcomes = [answers[i] for i in best], [outcomes[i] for i in best]
         choices = []
         for index, (answer, outcome) in enumerate(zip(answers, outcomes, strict=True)):
             text, logprobs = "".join(answer.text), None
@@ -411,8 +441,17 @@ class CompletionReply(_Reply):
                 text = echo.text + text
             else:
                 logprobs = _completion_logprobs(answer.logprobs, 0)
-            choices.append(self._choice(index, text, finish_reason(outcome), logprobs) | remarks(outcome))
-        return self._envelope(self.object_whole, choices) | {"usage": usage_of(outcomes, self.n), **self._seed(outcomes)}
+            choices.append(self._choice(index, text, finish_reason(outcome), logprobs) | said_of(outcome))
+        return self._envelope(self.object_whole, choices) | {"usage": usage, **self._seed(outcomes)}
+
+    def _best(self, outcomes: Sequence[Outcome]) -> list[int]:
+        """Of each prompt, the `n` answers whose tokens are the likeliest on average, the best first."""
+
+        def likelihood(i: int) -> float:
+            return outcomes[i].finished.logprob / max(1, outcomes[i].finished.completion_tokens)
+
+        groups = [range(first, first + self.made) for first in range(0, len(outcomes), self.made)]
+        return [i for group in groups for i in sorted(group, key=likelihood, reverse=True)[: self.n]]
 
     @staticmethod
     def _choice(index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -424,6 +463,11 @@ def finish_reason(outcome: Outcome) -> str:
     if outcome.called_tools and outcome.finished.reason == "stop":
         return "tool_calls"
     return "stop" if outcome.finished.reason == "cancelled" else outcome.finished.reason
+
+
+def said_of(outcome: Outcome) -> dict[str, Any]:
+    """What an ended choice carries beside OpenAI's fields."""
+    return {"seed": outcome.finished.seed, **remarks(outcome)}
 
 
 def _chat_logprobs(logprobs: Sequence[Logprob]) -> dict[str, Any]:

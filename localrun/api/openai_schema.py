@@ -67,6 +67,7 @@ class Reasoning(Body):
     """Ollama's and OpenRouter's way to say reasoning_effort."""
 
     effort: Effort | None = honoured(None, "How hard a thinking model thinks.")
+    max_tokens: int | None = honoured(None, "Another way to say thinking_budget.", ge=0)
 
 
 class JsonSchema(Body):
@@ -115,6 +116,7 @@ class Common(Body):
     keep_alive: KeepAlive | None = honoured(None, "Extra: how long the model stays loaded after the request.")
     options: dict[str, Any] = honoured({}, "Extra: options as on /api; the fields of this body win.")
     overflow: Overflow = honoured("error", "Extra: what happens to a prompt that does not fit: error, truncate_oldest or shift.")
+    timeout: float | None = honoured(None, "Extra: seconds after which the request ends with an error (504).", gt=0)
     priority: int = honoured(0, "Extra: lower goes first; each level counts as much as 30 seconds of waiting.")
 
 
@@ -130,6 +132,9 @@ class ChatCompletionBody(Common):
     reasoning: Reasoning | None = honoured(None, "Another way to say reasoning_effort.")
     logprobs: bool = honoured(False, "Report the log-probability of each token of the answer.")
     top_logprobs: int | None = honoured(None, "How many of the likeliest tokens to report beside each.", ge=0, le=20)
+    thinking_budget: int | None = honoured(
+        None, "Extra: most tokens of thinking, after which it is ended and the answer comes; by itself, reasoning_effort says.", ge=0
+    )
     chat_template_kwargs: dict[str, Any] = honoured({}, "Extra: variables for the model's chat template.")
     metadata: dict[str, Any] = accepted({}, "Without effect: labels for a provider's records.")
     store: bool = refused("Keeping answers for later.", harmless=(False,))
@@ -153,6 +158,6 @@ class CompletionBody(Common):
 
     prompt: str | list[str] | list[int] | list[list[int]] = honoured(..., "Text or token ids, or a list of either: one answer for each.")
     suffix: str | None = honoured(None, "Text after the answer; the model fills in the middle.")
-    best_of: int | None = refused("Choosing among hidden answers.", harmless=(1,))
+    best_of: int | None = honoured(None, "How many answers are made; the `n` likeliest ones are sent. Not with stream.", ge=1, le=128)
     echo: bool = honoured(False, "Put the prompt in front of the answer.")
     logprobs: int | None = honoured(None, "How many of the likeliest tokens to report beside each.", ge=0, le=20)

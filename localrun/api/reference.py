@@ -40,9 +40,15 @@ Nothing depends on the request's content type. The daemon serves the same as an 
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.
 - Texts that lost their end before they became vectors are named by index in `truncated`; on `/v1/embeddings` nothing is cut unless
   `"truncate": true` asks for it. `/api/embeddings` gives vectors as the model does, the other two of length 1.
-- `tool_choice` (required, a function, allowed tools; Anthropic's any and tool) is enforced by a grammar of the model's own form of a call, so
-  the arguments satisfy the tool's schema. Where the model calls freely, `tool_call_problems` beside the answer says which arguments break a
-  schema, and why what looked like a call came as text.
+- `tool_choice` (required, a function, allowed tools; Anthropic's any and tool) is enforced by a grammar of the model's own form of a call,
+  so the arguments satisfy the tool's schema. Where the model calls freely, `tool_call_problems` beside the answer says which arguments
+  break a schema, and why what looked like a call came as text.
+- Thinking can have a budget in tokens: `thinking_budget` (`reasoning.max_tokens`, Anthropic's `thinking.budget_tokens`). When it is used
+  up, the model's own end mark is put in place of what would have come. Where a model's template has no notion of levels, an effort is a
+  budget: minimal 128, low 512, medium 2048, high 8192, max none. `thinking_eval_count` and `reasoning_tokens` say how much was thinking.
+- `near_miss` beside an answer says where a long prompt stopped agreeing with one that is cached, when much of it was read again for that.
+- `size` of `/api/ps` is weights and the KV cache as far as it is used (`kv_bytes_in_use`); `kv_bytes` is what the cache may grow to.
+  `engine` there says how the model's engine stands.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
 
 ## Errors
@@ -60,6 +66,7 @@ log shows too.
 | 499 | the client went before the answer (in the log only) |
 | 500 | the model file is damaged, the model could not be loaded, its process died |
 | 502 | a download failed |
+| 504 | the request took longer than its `timeout` |
 | 503 | too many requests wait, or the server is ending; `retry-after` says when to come again |
 
 """

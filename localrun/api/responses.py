@@ -13,7 +13,7 @@ from typing import Any
 
 from localrun.api.answer import Answer, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
-from localrun.api.openai import DEFAULTS, error_body, think_level
+from localrun.api.openai import DEFAULTS, error_body, think_level, thinking_budget_of
 from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
 from localrun.api.responses_schema import ContentPart, Item, ResponsesBody, ResponseTool
 from localrun.api.tool_choice import choose
@@ -57,6 +57,8 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
         must_call=must_call,
         parallel_tool_calls=body.parallel_tool_calls,
         think=think_level(body.reasoning.effort if body.reasoning else None, model, "reasoning"),
+        thinking_budget=thinking_budget_of(body.reasoning.max_tokens if body.reasoning else None, model, "reasoning"),
+        deadline_s=body.timeout or 0.0,
         format=_format(body),
         template=model.template,
         sampling=sampling(options),
@@ -268,7 +270,7 @@ class ResponseReply:
             "input_tokens": finished.prompt_tokens,
             "input_tokens_details": {"cached_tokens": finished.cached_tokens},
             "output_tokens": finished.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": finished.thinking_tokens},
             "total_tokens": finished.prompt_tokens + finished.completion_tokens,
             **dropped(outcome),
         }

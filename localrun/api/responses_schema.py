@@ -65,6 +65,7 @@ class ResponseReasoning(Body):
     """How the model thinks."""
 
     effort: Effort | None = honoured(None, "Whether, or how hard, a thinking model thinks.")
+    max_tokens: int | None = honoured(None, "Extra: most tokens of thinking, after which it is ended and the answer comes.", ge=0)
     summary: str | None = accepted(None, "Without effect: thoughts are sent as they are, as the summary.")
     generate_summary: str | None = accepted(None, "Older name of the field `summary`.")
 
@@ -121,6 +122,7 @@ class ResponsesBody(Body):
     num_ctx: int | None = honoured(None, "Extra: most tokens, prompt and answer together.")
     keep_alive: KeepAlive | None = honoured(None, "Extra: how long the model stays loaded after the request.")
     options: dict[str, Any] = honoured({}, "Extra: options as on /api; the fields of this body win.")
+    timeout: float | None = honoured(None, "Extra: seconds after which the request ends with an error (504).", gt=0)
     overflow: Overflow | None = honoured(None, "Extra: what happens to a prompt that does not fit; wins over truncation.")
     stream_options: ResponseStreamOptions | None = accepted(None, "Without effect: nothing is obfuscated.")
     service_tier: str = accepted("auto", "Without effect: there is one tier.")

@@ -48,6 +48,10 @@ class Inference(Body):
     keep_alive: KeepAlive | None = honoured(None, "How long the model stays loaded: seconds or a duration; below 0: for ever.")
     options: dict[str, Any] = honoured({}, "Sampling and limits; see the table of options.")
     think: bool | str | None = honoured(None, 'Whether, or how hard, the model thinks: true, false, "low", "medium", "high" or "max".')
+    thinking_budget: int | None = honoured(
+        None, "localrun's own: most tokens of thinking, after which it is ended and the answer comes; by itself, think's level says.", ge=0
+    )
+    timeout: float | None = honoured(None, "localrun's own: seconds after which the request ends with an error (504).", gt=0)
     truncate: bool | None = honoured(None, "false: a prompt that does not fit is an error; else the oldest messages are dropped.")
     shift: bool | None = honoured(None, "true: go on in a window that moves when the context is full; else the answer ends.")
     logprobs: bool = honoured(False, "Report the log-probability of each token of the answer.")

@@ -88,7 +88,7 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
         x,
         resident,
         requests,
-        openai.CompletionReply(body.model, n=body.n, include_usage=usage, echoes=echoes),
+        openai.CompletionReply(body.model, n=body.n, include_usage=usage, echoes=echoes, made=openai.best_of(body)),
         "sse" if body.stream else None,
     )
 

@@ -22,7 +22,7 @@ from localrun.daemon.runners import LoadHook, Progress, Runner
 from localrun.durations import FOREVER
 from localrun.engine.memory import available_memory
 from localrun.errors import Busy, LoadFailed, LocalrunError, from_wire
-from localrun.messages import Load, Loaded, LoadProgress
+from localrun.messages import Inspected, Load, Loaded, LoadProgress
 from localrun.settings import Settings
 from localrun.store.facts import Facts
 from localrun.store.plan import LEAST_CONTEXT, plan, shortfall
@@ -95,6 +95,8 @@ class Resident:
     listeners: list[Progress] = field(default_factory=list)
     token_texts: dict[int, str] = field(default_factory=dict)
     """Texts of tokens that somebody has asked for."""
+    inspected: Inspected | None = None
+    """How its engine stood when it last said so."""
     timer: asyncio.TimerHandle | None = None
     slots: asyncio.Semaphore | None = None
     """Taken by each exchange that has it answer; None: as many as the runner takes."""

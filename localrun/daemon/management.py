@@ -8,7 +8,7 @@ import contextlib
 import ipaddress
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,27 @@ async def health(x: Exchange, body: None) -> None:
 
 
 async def metrics(x: Exchange, body: None) -> None:
-    """GET /metrics. Every runner is asked how it stands; one that does not say so at once is left out, and one in the middle of a pass
-    says it after the pass."""
+    """GET /metrics. Figures of a runner that does not say at once how it stands are left out."""
     ready = [one for one in x.services.loader.residents() if one.loaded is not None]
     x.services.metrics.forget(one.wanted.name for one in ready)
+    for one, answer in (await inspected(x, ready)).items():
+        x.services.metrics.inspected(one.wanted.name, answer)
+    await x.data(x.services.metrics.text(), METRICS_TYPE)
+
+
+async def inspected(x: Exchange, ready: Sequence[Resident]) -> dict[Resident, Inspected]:
+    """How the runners stand, those that say so in time: one in the middle of a pass says it after the pass."""
+    found: dict[Resident, Inspected] = {}
 
     async def ask(number: int, one: Resident) -> None:
         with contextlib.suppress(LocalrunError, TimeoutError):
             async with asyncio.timeout(INSPECTION_S):
                 answer = await one.runner.ask(f"{x.id}-{number}", Inspect(request_id=f"{x.id}-{number}"))
             assert isinstance(answer, Inspected)
-            x.services.metrics.inspected(one.wanted.name, answer)
+            found[one] = one.inspected = answer
 
     await asyncio.gather(*(ask(number, one) for number, one in enumerate(ready)))
-    await x.data(x.services.metrics.text(), METRICS_TYPE)
+    return found
 
 
 async def not_there(x: Exchange, body: None) -> None:
@@ -99,7 +106,9 @@ async def tags(x: Exchange, body: None) -> None:
 async def ps(x: Exchange, body: None) -> None:
     """GET /api/ps: what is in memory, and what is on its way in (with `status`). Names of the same weights share a process (`pid`)."""
     entries = []
-    names = [(resident, tenant) for resident in x.services.loader.residents() for tenant in list(resident.tenants.values())]
+    residents = list(x.services.loader.residents())
+    await inspected(x, [one for one in residents if one.loaded is not None])
+    names = [(resident, tenant) for resident in residents for tenant in list(resident.tenants.values())]
     for resident, tenant in names:
         try:
             stored = await x.services.stored(tenant.wanted.name)
@@ -113,16 +122,9 @@ async def ps(x: Exchange, body: None) -> None:
             if progress:
                 extra |= {"completed": progress.done, "total": progress.total}
         else:
-            extra |= {
-                "weight_bytes": loaded.weight_bytes,
-                "kv_bytes": loaded.kv_bytes,
-                "kv_tokens": loaded.kv_tokens,
-                "num_thread": loaded.num_thread,
-                "isa": loaded.isa,
-                "pid": resident.runner.pid,
-                "running": resident.runner.busy,
-            }
-        size = loaded.weight_bytes + loaded.kv_bytes if loaded else stored.size
+            extra |= models.ps_detail(loaded, resident.inspected)
+            extra |= {"pid": resident.runner.pid, "running": resident.runner.busy}
+        size = loaded.weight_bytes + models.kv_in_use(loaded, resident.inspected) if loaded else stored.size
         context = min(loaded.n_ctx_train, loaded.kv_tokens) if loaded else 0
         entries.append(models.ps_entry(stored, size=size, context_length=context, expires_at=tenant.expires_at, extra=extra))
     await x.json({"models": entries})

@@ -50,6 +50,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._parser = parser
         self._check = check
+        self.n_thinking = 0
+        """Tokens that were thinking, its marks included."""
         self.problems: list[str] = []
         """Why what looked like a tool call is text, and what is wrong with a call's arguments."""
         self._decoder = StreamDecoder(tokenizer, special=mark_tokens(tokenizer, parser.marks) if parser is not None else False)
@@ -63,9 +65,12 @@ class Answer:
         """A token that was chosen, and is no end of the turn."""
         if logprobs is not None:
             self._held.append((self._decoded, self._named(token, logprobs)))
+        before = self._parser is not None and self._parser.in_thinking
         text = self._decoder.push(token)
         self._decoded += len(text)
-        return self._show(*self._stops.push(text), last=False)
+        shown = self._show(*self._stops.push(text), last=False)
+        self.n_thinking += before or (self._parser is not None and self._parser.in_thinking)
+        return shown
 
     def end(self) -> Shown:
         """The turn is over: what was held back for a stop string that did not come, or a character that was never completed."""

@@ -23,6 +23,11 @@ from localrun.errors import BadRequest, ContextOverflow, Unsupported
 from localrun.messages import Detokenize, Detokenized, Evaluate, Generate, Render, Rendered, Sampling, Tokenize, Tokenized
 from localrun.text.arguments import ArgumentCheck
 from localrun.text.callgrammar import call_grammar
+from localrun.text.harmony import BRIDGE as HARMONY_BRIDGE
+from localrun.text.harmony import CALL as HARMONY_CALL
+from localrun.text.harmony import FINAL as HARMONY_FINAL
+from localrun.text.harmony import THINKING as HARMONY_THINKING
+from localrun.text.harmony import is_harmony
 from localrun.text.prompt import Prompt, build_prompt
 from localrun.text.reply import ReplyParser, reply_parser
 from localrun.text.thinking import thinking_marks
@@ -30,13 +35,15 @@ from localrun.text.toolformats import tool_schemas
 
 if TYPE_CHECKING:
     from localrun.engine.adapters import AdapterShelf
-    from localrun.engine.gate import AfterThinking
+    from localrun.engine.gate import Marks, ThinkingGate
     from localrun.engine.grammar import Constraint, GrammarCompiler
     from localrun.text.template import ChatTemplate
 
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
 _MOST_LOGPROBS = 1000
+_LEVELS = {"minimal": 128, "low": 512, "medium": 2048, "high": 8192}
+"""Tokens of thinking at each level, for templates that do not tell the model of levels; "max": no bound."""
 _MOST_STRINGS = 64
 _MOST_DRAFTED = 24
 _CONTEXTS = 10
@@ -205,22 +212,33 @@ class Intake:
         parser = reply_parser(self._template(request), prompt.text, request.tools)
         return parser if parser.marks else None
 
-    def _constraint(self, request: Generate, prompt: Prompt) -> Constraint | AfterThinking | None:
-        """What `format` asks for; of a model that thinks first, of what comes after."""
-        wanted = request.format
-        if not wanted and not request.must_call:
-            return None
-        marks = thinking_marks(self._template(request).source) if self._is_chat(request) else None
+    def _constraint(self, request: Generate, prompt: Prompt) -> Constraint | ThinkingGate | None:
+        """What `format` or `must_call` asks for; of a model that thinks first, of what comes after, and for how long it may think."""
+        template = self._template(request)
+        thinks = self._is_chat(request) and (is_harmony(template.source) or thinking_marks(template.source) is not None)
+        constraint = None
         if request.must_call:
-            constraint = self._grammars_of_this_model().compile_calls(self._call_grammar(request, marks is not None))
-        else:
-            constraint = self._grammars_of_this_model().compile(wanted or "json")
-        begun = marks is not None and prompt.text.rstrip().endswith(marks.start.rstrip())
-        if marks is None or not (begun or request.think is not False):
+            constraint = self._grammars_of_this_model().compile_calls(self._call_grammar(request, thinks))
+        elif request.format:
+            constraint = self._grammars_of_this_model().compile(request.format)
+        budget = self._thinking_budget(request, template)
+        if not thinks or (constraint is None and budget < 0):
             return constraint
-        from localrun.engine.gate import AfterThinking
+        from localrun.engine.gate import ThinkingGate
 
-        return AfterThinking(constraint, self._tokenizer, marks.start, marks.end, begun=begun)
+        lead = "" if constraint is None else HARMONY_CALL if request.must_call else HARMONY_FINAL
+        marks = _gate_marks(template.source, lead)
+        begun = prompt.text.rstrip().endswith(marks.start.rstrip())
+        if not begun and request.think is False and not marks.lead:
+            return constraint
+        return ThinkingGate(constraint, self._tokenizer, self._n_vocab, marks, begun=begun, budget=budget)
+
+    @staticmethod
+    def _thinking_budget(request: Generate, template: ChatTemplate) -> int:
+        """Below 0: none."""
+        if request.thinking_budget >= 0 or not isinstance(request.think, str):
+            return request.thinking_budget
+        return -1 if template.knows_levels else _LEVELS.get(request.think, -1)
 
     def _call_grammar(self, request: Generate, thinks: bool) -> str:
         """Raises BadRequest, Unsupported."""
@@ -267,6 +285,18 @@ class Intake:
 
     def text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids).decode("utf-8", "replace")
+
+
+def _gate_marks(source: str, lead: str) -> Marks:
+    """How thinking and answer are told apart in the replies to a template. lead: what begins a harmony answer under a grammar, if any."""
+    from localrun.engine.gate import Marks
+
+    if is_harmony(source):
+        start, end = HARMONY_THINKING
+        return Marks(start, end, end if lead else end + HARMONY_BRIDGE + HARMONY_FINAL, lead, HARMONY_BRIDGE)
+    marks = thinking_marks(source)
+    assert marks is not None
+    return Marks(marks.start, marks.end, f"\n{marks.end}\n\n")
 
 
 def _speculator(most: int, tokens: list[int]) -> Speculator | None:

@@ -21,7 +21,7 @@ from localrun.engine.speculate import Speculator
 from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
 
 if TYPE_CHECKING:
-    from localrun.engine.gate import AfterThinking
+    from localrun.engine.gate import ThinkingGate
     from localrun.engine.grammar import Constraint
 
 
@@ -88,7 +88,7 @@ class Generation:
     """Chooses from a draft model's logits; None: no draft model is asked."""
     by_ratio: bool = False
     """Whether guesses are kept by the textbook rule (ratio.py)."""
-    constraint: Constraint | AfterThinking | None = None
+    constraint: Constraint | ThinkingGate | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
     dropped_messages: int = 0
@@ -316,6 +316,7 @@ class Generation:
             passes=self.n_passes,
             logprob=sum(self._scores) if self.scores else 0.0,
             tool_problems=self.answer.problems,
+            thinking_tokens=self.answer.n_thinking,
             drafted_tokens=self.speculator.n_drafted if self.speculator else 0,
             accepted_tokens=self.speculator.n_accepted if self.speculator else 0,
             draft_saved_s=self.speculator.saved_s if self.speculator else 0.0,

@@ -85,7 +85,7 @@ _WRITTEN: dict[str, Written] = {
     "solar": Written(
         "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>ARGS<|tool_call:end|>", "<|tool_calls|>", between=None
     ),
-    "harmony": Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS", between=None),
+    "harmony": Written("NAME <|constrain|>json<|message|>ARGS", between=None),
 }  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def call_grammar(
 ) -> str:
     """Lark text of a reply in the way of a chat template's text, which calls one of the tools called `names`, or several calls of them.
 
+    Of harmony's calls, what stands in front of the tool's name (harmony.CALL) is left to engine/gate.py.
     tools: those the model was given, in OpenAI's form. after_thinking: the reply may begin with line breaks.
     Raises Unsupported for a family whose calls cannot be enforced.
     """
@@ -106,10 +107,7 @@ def call_grammar(
     rules.add("call", calls)
     more = f" ({rules.text(written.between)} call)*" if several and written.between is not None else ""
     start = f"{rules.text(written.first)} call{more} {rules.text(written.last)}"
-    if is_harmony(source):
-        rules.add("thoughts", f"{rules.text('<|channel|>analysis<|message|>')} /(?s:.+)/ {rules.text('<|end|><|start|>assistant')}")
-        start = f"thoughts? {start}"
-    elif after_thinking:
+    if after_thinking and not is_harmony(source):
         start = rf'("\n" | "\n\n")? {start}'
     return f"start: {start}\n" + "".join(f"{name}: {body}\n" for name, body in rules.made.items())
 

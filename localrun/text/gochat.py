@@ -48,6 +48,10 @@ class GoChatTemplate(ChatTemplate):
         return "Tools" in self._names
 
     @property
+    def knows_levels(self) -> bool:
+        return "ThinkLevel" in self._names
+
+    @property
     def supports_thinking(self) -> bool:
         return "Thinking" in self._names or "Think" in self._names or "<think>" in self.source
 

@@ -19,6 +19,14 @@ _MESSAGE = "<|message|>"
 _START = "<|start|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START)
 MARKS = ("<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
+BRIDGE = "<|start|>assistant"
+"""Between two messages of one reply."""
+FINAL = "<|channel|>final<|message|>"
+"""Begins the answer."""
+CALL = "<|channel|>commentary to=functions."
+"""Begins a call; the tool's name follows."""
+THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
+"""Begins thinking, and ends it."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w./:-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _LONGEST_HEADER = 256
@@ -44,6 +52,11 @@ class HarmonyParser:
             self._open(header)
         elif not found:
             self._buffer = begun.removeprefix("assistant")
+
+    @property
+    def in_thinking(self) -> bool:
+        """Whether what comes next is thinking, as far as it is known."""
+        return not self._in_header and self._channel == "analysis" and self._recipient is None
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text

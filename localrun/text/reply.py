@@ -31,6 +31,12 @@ class ReplyParser:
         self.marks = marks
         """The texts it looks for. Tokens they are made of must reach it even if they are control tokens."""
 
+    @property
+    def in_thinking(self) -> bool:
+        """Whether what comes next is thinking, as far as it is known."""
+        first = self._stages[0] if self._stages else None
+        return isinstance(first, ThinkingSplitter | HarmonyParser) and first.in_thinking
+
     def push(self, text: str) -> list[Part]:
         return self._through([TextPart(text)] if text else [], 0)
 

@@ -76,6 +76,11 @@ class ChatTemplate:
         return self.tool_source is not None or "tools" in self.source
 
     @property
+    def knows_levels(self) -> bool:
+        """Whether the template tells the model how hard to think."""
+        return "reasoning_effort" in self.source
+
+    @property
     def supports_thinking(self) -> bool:
         """Whether the template knows of thinking that comes before an answer."""
         return any(mark in self.source for mark in ("<think>", "enable_thinking", "reasoning_content", "<|channel|>", "reasoning_effort"))

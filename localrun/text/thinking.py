@@ -50,6 +50,11 @@ class ThinkingSplitter:
         self._drop_space = self._thinking
         """White space at the front of what comes next is not kept."""
 
+    @property
+    def in_thinking(self) -> bool:
+        """Whether what comes next is thinking, as far as it is known."""
+        return self._thinking
+
     def push(self, text: str) -> list[Part]:
         self._buffer += text
         parts: list[Part] = []

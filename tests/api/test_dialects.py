@@ -282,6 +282,8 @@ def test_v1_messages() -> None:
         ({"n": 0}, BadRequest, "n: should be greater than or equal to 1"),
         ({"max_tokens": -1}, BadRequest, "max_tokens: should be greater than or equal to 0"),
         ({"response_format": {"type": "json_schema"}}, BadRequest, "response_format: json_schema is required"),
+        ({"thinking_budget": 5}, Unsupported, '"m" does not support thinking'),
+        ({"timeout": 0}, BadRequest, "timeout: should be greater than 0"),
         ({"functions": [{}]}, Unsupported, '"functions" is not supported'),
         ({"modalities": ["text", "audio"]}, Unsupported, '"modalities" is not supported (only ["text"] is)'),
     ],
@@ -400,17 +402,23 @@ def test_v1_chat_objects() -> None:
         assert reply.chunks(0, Piece(request_id="r", text="", tool_calls=[CALL])) == [
             chunk(0, {"tool_calls": [{"index": index, **wire_call}]})
         ]
-    assert reply.closing(0, outcome(called=True)) == [chunk(0, {}, "tool_calls")]
-    assert reply.closing(1, outcome("length", called=True)) == [chunk(1, {}, "length")]
-    usage = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert reply.closing(0, outcome(called=True)) == [chunk(0, {}, "tool_calls", seed=9)]
+    assert reply.closing(1, outcome("length", called=True)) == [chunk(1, {}, "length", seed=9)]
+    usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16, "prompt_tokens_details": {"cached_tokens": 4}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 0}
     assert reply.ending([outcome(), outcome()]) == [{**head, "choices": [], "usage": usage, "seed": 9}]
     answers = [Answer(text=["a"], thinking=["hm"]), Answer(tool_calls=[CALL])]
     assert reply.whole(answers, [outcome(), outcome(called=True, dropped=1)]) == {
         **head,
         "object": "chat.completion",
         "choices": [
-            {"index": 0, "message": {"role": "assistant", "content": "a", "reasoning": "hm"}, "finish_reason": "stop"},
-            {"index": 1, "message": {"role": "assistant", "content": None, "tool_calls": [wire_call]}, "finish_reason": "tool_calls"},
+            {"index": 0, "message": {"role": "assistant", "content": "a", "reasoning": "hm"}, "finish_reason": "stop", "seed": 9},
+            {
+                "index": 1,
+                "message": {"role": "assistant", "content": None, "tool_calls": [wire_call]},
+                "finish_reason": "tool_calls",
+                "seed": 9,
+            },
         ],
         "usage": usage,
         "seed": 9,
@@ -426,7 +434,7 @@ def test_v1_completion_objects() -> None:
     logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [2]}
     assert reply.chunks(0, Piece(request_id="r", text="a", logprobs=LOGPROBS))[0]["choices"][0]["logprobs"] == logprobs
     assert reply.closing(0, outcome("length")) == [
-        {**head, "choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]}
+        {**head, "choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "seed": 9}]}
     ]
     assert reply.ending([outcome()]) == []
 

@@ -75,6 +75,7 @@ def test_messages_with_everything() -> None:
         ],
         tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}],
         think=True,
+        thinking_budget=1024,
         format={"type": "object"},
         stop=["x"],
         max_tokens=9,
@@ -150,7 +151,12 @@ def test_messages_objects() -> None:
         {"type": "content_block_stop", "index": 2},
     ]
     assert reply.closing(0, outcome(called=True)) == [
-        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {**USAGE, "output_tokens": 3}}
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+            "usage": {**USAGE, "output_tokens": 3},
+            "seed": 9,
+        }
     ]
     assert reply.ending([outcome()]) == [{"type": "message_stop"}]
     assert reply.failing(LocalrunError("broken")) == [
@@ -168,6 +174,7 @@ def test_messages_objects() -> None:
         "stop_reason": "max_tokens",
         "stop_sequence": None,
         "usage": {**USAGE, "output_tokens": 3},
+        "seed": 9,
     }
 
 

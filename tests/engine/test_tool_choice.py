@@ -13,7 +13,7 @@ from localrun.engine.grammar import Constraint, GrammarCompiler
 from localrun.errors import BadRequest, Unsupported
 from localrun.messages import Generate, Message, Sampling
 from localrun.text.callgrammar import _WRITTEN, call_grammar
-from localrun.text.harmony import HarmonyParser
+from localrun.text.harmony import CALL, HarmonyParser
 from localrun.text.parts import CallPart, TextPart
 from localrun.text.toolcalls import ToolCallParser
 from localrun.text.toolformats import BARE_JSON, FORMATS, tool_format
@@ -115,12 +115,11 @@ def test_every_family(style: str, control: bool) -> None:
         return  # its marks are control tokens in every vocabulary; as text they would be part of the thoughts
     compiler = GrammarCompiler(tokenizer, tokenizer.n_vocab)
     endings = [_WRITTEN[style].after_value] if _WRITTEN[style].after_value else []
-    if style == "harmony":
-        endings = ["<|end|><|start|>assistant"]
     for seed in range(6):
         names = [["weather", "now", "bare"], ["weather"], ["now"], ["bare"]][seed % 4]
         grammar = call_grammar(source, TOOLS, names, tokenizer, several=seed % 2 == 0, after_thinking=seed % 3 == 0)
         text = wander(compiler.compile_calls(grammar), tokenizer, endings, seed)
+        text = CALL + text if style == "harmony" else text
         parser = HarmonyParser("<|start|>assistant") if style == "harmony" else ToolCallParser(form, TOOLS)
         parts = [*parser.push(text), *parser.flush()]
         calls = [part.call for part in parts if isinstance(part, CallPart)]
