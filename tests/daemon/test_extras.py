@@ -109,7 +109,7 @@ def test_ps_says_what_is_reserved_and_what_is_used(tmp_path: Path) -> None:
         running.http.post("/api/generate", json={"model": "tiny"})
         (fresh,) = running.loaded()
         assert fresh["kv_bytes_in_use"] == 0 and fresh["size"] == fresh["weight_bytes"] and fresh["kv_bytes"] > 0
-        running.http.post("/api/generate", json={"model": "tiny", "prompt": "x" * 200, "stream": False})
+        running.http.post("/api/generate", json={"model": "tiny", "prompt": "x" * 200, "stream": False, "options": {"num_predict": 9}})
         (used,) = running.loaded()
         tokens = used["engine"]["kv_tokens_cached"]
         assert tokens >= 200 and used["engine"]["kv_tokens_held"] == 0
@@ -122,7 +122,8 @@ def test_a_near_miss_is_told(tmp_path: Path) -> None:
     with serving.daemon(tmp_path) as running:
         text = "abcdefghij " * 60
         first, second = "today is Monday " + text, "today is Sunday " + text
-        running.http.post("/api/generate", json={"model": "tiny", "prompt": first, "raw": True, "stream": False})
-        reply = running.http.post("/api/generate", json={"model": "tiny", "prompt": second, "raw": True, "stream": False}).json()
+        asked = {"model": "tiny", "raw": True, "stream": False, "options": {"num_predict": 2}}
+        running.http.post("/api/generate", json={**asked, "prompt": first})
+        reply = running.http.post("/api/generate", json={**asked, "prompt": second}).json()
         assert "tokens are read again" in reply["near_miss"] and "Sun" in reply["near_miss"]
         assert running.loaded()[0]["engine"]["near_misses"] == [reply["near_miss"]]

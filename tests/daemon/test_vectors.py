@@ -18,8 +18,8 @@ import pytest
 from localrun.daemon import app
 from localrun.daemon.loader import Loader
 from localrun.daemon.runners import Runner
-from localrun.errors import ContextOverflow
-from localrun.messages import Embed, Embedded, FromRunner, Load, Loaded, Rank, Ranked, ToRunner
+from localrun.errors import ContextOverflow, LocalrunError
+from localrun.messages import Embed, Embedded, FromRunner, Inspect, Load, Loaded, Rank, Ranked, ToRunner
 from tests.daemon import serving
 from tests.daemon.serving import Daemon
 
@@ -49,6 +49,8 @@ class ScriptedRunner(Runner):
                 prompt_tokens=[len(document) for document in message.documents],
                 truncated=[i for i, document in enumerate(message.documents) if len(document) > LONGEST],
             )
+        if isinstance(message, Inspect):
+            raise LocalrunError("there is no engine")
         assert isinstance(message, Embed)
         items: list[Any] = message.texts if message.texts is not None else message.tokens or []
         longest = max(map(len, items))
