@@ -38,10 +38,11 @@ def is_causal(gguf: GGUFFile) -> bool:
     return Keys(gguf).bool("attention.causal", gguf.architecture not in WITHOUT_LOGITS)
 
 
-def abilities(metadata: Mapping[str, Any]) -> list[str]:
-    """Of "completion", "embedding" and "rerank", what a model with these keys is for. A decoder that names a pooling was trained for it."""
+def ability(metadata: Mapping[str, Any]) -> str:
+    """Which of "completion", "embedding" and "rerank" a model with these keys is for. A decoder that names a pooling was trained for it."""
     architecture = metadata.get("general.architecture")
-    pooling = metadata.get(f"{architecture}.pooling_type")
-    if pooling == 4:
-        return ["rerank"]
-    return ["embedding"] if architecture in WITHOUT_LOGITS or pooling else ["completion"]
+    number = next((value for key, value in metadata.items() if key.endswith(".pooling_type")), None)
+    word = POOLINGS.get(number) if isinstance(number, int) else None
+    if word == "rank":
+        return "rerank"
+    return "embedding" if architecture in WITHOUT_LOGITS or word else "completion"

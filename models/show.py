@@ -11,6 +11,7 @@ from typing import Any
 
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.models.gguf import GGUFFile
+from localrun.models.pooling import ability
 
 LONGEST_ARRAY = 5
 """Arrays with more items are shown empty unless everything is asked for: a vocabulary has 100,000s."""
@@ -132,12 +133,13 @@ def _plain(value: Any) -> Any:
 
 
 def capabilities(metadata: Mapping[str, Any], template: str | None = None) -> list[str]:
-    """What the model can be asked for: completion or embedding; tools, thinking, insert.
+    """What the model can be asked for: completion, embedding or rerank; tools, thinking, insert.
 
     Judged by the keys, the vocabulary and what the chat template mentions (template: the one in use, if not the file's own).
     """
-    if any(key.endswith(".pooling_type") for key in metadata):
-        return ["embedding"]
+    able = ability(metadata)
+    if able != "completion":
+        return [able]
     own = metadata.get("tokenizer.chat_template")
     text = template if template is not None else own if isinstance(own, str) else ""
     found = ["completion"]

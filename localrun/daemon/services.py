@@ -21,6 +21,7 @@ from localrun.errors import BadRequest, LocalrunError, ModelFileRejected
 from localrun.messages import Message, ToolCall
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
+from localrun.models.pooling import ability
 from localrun.settings import Settings
 from localrun.store import Store, StoredModel
 from localrun.store.facts import facts_of
@@ -28,9 +29,6 @@ from localrun.store.facts import facts_of
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-POOLING_RANK = 4
-"""GGUF's pooling_type of a model whose one output is how well a document answers a query."""
 
 LONG_JOBS = 16
 """Pulls, creates and uploads at a time; one more waits."""
@@ -171,9 +169,9 @@ def _abilities(gguf: GGUFFile, override: str | None) -> tuple[tuple[str, ...], C
     from localrun.text.gochat import GoChatTemplate
     from localrun.text.template import TemplateError, chat_template_for
 
-    pooling = next((value for key, value in gguf.metadata.items() if key.endswith(".pooling_type")), None)
-    if pooling is not None:
-        return ("rerank" if pooling == POOLING_RANK else "embedding",), None
+    able = ability(gguf.metadata)
+    if able != "completion":
+        return (able,), None
     infill = infill_of(gguf.metadata)
     fill: Callable[[str, str], str] | None = infill.fill if infill else None
     try:

@@ -37,6 +37,8 @@ OPTIONAL = {
 """Tensors without which a file is still a model, by the end of the name, and what then holds."""
 BIASES = tuple(f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down"))
 NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
+FIRST_NORM = {"modern-bert": ("blk.0.attn_norm.weight",)}
+"""The first layer reads the normed embedding as it is."""
 SHARED_KV = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 """Of Gemma 4: layers that share have none, and where there is no attn_v it is attn_k."""
 
@@ -50,7 +52,8 @@ def opened(name: str, variant: str) -> GGUFFile:
 
 def may_lack(architecture: str, tensor: str) -> bool:
     part = tensor.split(".", 2)[2] if tensor.startswith("blk.") else tensor
-    return part in OPTIONAL or part in BIASES or part in NORM_BIASES or (architecture == "gemma4" and part in SHARED_KV)
+    of_one = SHARED_KV if architecture == "gemma4" else ()
+    return part in (*OPTIONAL, *BIASES, *NORM_BIASES, *of_one) or tensor in FIRST_NORM.get(architecture, ())
 
 
 def one_layer_and_the_rest(gguf: GGUFFile) -> list[str]:

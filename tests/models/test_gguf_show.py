@@ -114,6 +114,9 @@ def test_size_labels(count: int, label: str) -> None:
     [
         ({}, None, ["completion"]),
         ({"bert.pooling_type": 1}, None, ["embedding"]),
+        ({"general.architecture": "bert"}, None, ["embedding"]),
+        ({"general.architecture": "qwen3", "qwen3.pooling_type": 0}, None, ["completion"]),
+        ({"general.architecture": "qwen3", "qwen3.pooling_type": 4}, None, ["rerank"]),
         ({"tokenizer.chat_template": "{{ tools }}"}, None, ["completion", "tools"]),
         ({"tokenizer.chat_template": "{{ tools }}"}, "plain", ["completion"]),
         ({}, "{% if enable_thinking %}<think>{% endif %}", ["completion", "thinking"]),
