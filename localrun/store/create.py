@@ -179,7 +179,6 @@ def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancell
 def _converted(
     store: Store, folder: Path, spec: CreateSpec, progress: Progress, cancelled: Cancelled
 ) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
-    progress(PullProgress("converting model"))
     title = "" if spec.path else "model"
     digest, size = convert(store.blobs, folder, spec.quantize, progress, cancelled, title=title, param="from" if spec.path else "files")
     progress(PullProgress(f"creating new layer {digest}"))

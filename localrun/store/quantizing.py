@@ -14,7 +14,7 @@ from localrun.store.blobs import Blobs
 from localrun.store.child import make_blob
 from localrun.store.durable import storage_errors
 from localrun.store.names import check_digest
-from localrun.store.progress import Cancelled, Progress
+from localrun.store.progress import Cancelled, Progress, PullProgress
 
 
 def checked_type(text: str) -> str:
@@ -44,6 +44,7 @@ def convert(
     """
     with storage_errors("cannot read the checkpoint", folder):
         blobs.require_space(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    progress(PullProgress("converting model"))
     arguments: list[str | Path] = [folder, "OUT", *([name] if name else []), *(["--title", title] if title else [])]
     return make_blob(blobs, "localrun.convert", arguments, "converting model", progress, cancelled, param=param)
 

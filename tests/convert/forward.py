@@ -117,3 +117,37 @@ def logits(config: dict[str, Any], tensors: dict[str, Any], tokens: list[int], n
     if config.get("final_logit_softcapping"):
         out = config["final_logit_softcapping"] * np.tanh(out / config["final_logit_softcapping"])
     return out
+
+
+def layer_norm(x: Doubles, weight: Doubles, bias: Doubles, eps: float) -> Doubles:
+    centred = x - x.mean(-1, keepdims=True)
+    out: Doubles = centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps) * weight + bias
+    return out
+
+
+def bert_states(config: dict[str, Any], tensors: dict[str, Any], tokens: list[int]) -> Doubles:
+    """BERT's last hidden states (Devlin et al. 2019), (T, width), over BertModel's tensors, all tokens of type 0. GELU is the paper's, x times
+    the normal distribution's function."""
+    t = {name: np.asarray(values, np.float64) for name, values in tensors.items()}
+    heads, eps, n = config["num_attention_heads"], config["layer_norm_eps"], len(tokens)
+
+    def linear(x: Doubles, name: str) -> Doubles:
+        out: Doubles = x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
+        return out
+
+    def norm(x: Doubles, name: str) -> Doubles:
+        return layer_norm(x, t[f"{name}.LayerNorm.weight"], t[f"{name}.LayerNorm.bias"], eps)
+
+    tables = (f"embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type"))
+    word, position, kind = (t[name] for name in tables)
+    x = norm(word[tokens] + position[:n] + kind[0], "embeddings")
+    erf = np.vectorize(math.erf)
+    for i in range(config["num_hidden_layers"]):
+        p = f"encoder.layer.{i}"
+        q, k, v = (linear(x, f"{p}.attention.self.{part}").reshape(n, heads, -1) for part in ("query", "key", "value"))
+        scores = softmax(np.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1]))
+        a = np.einsum("hqk,khd->qhd", scores, v).reshape(n, -1)
+        x = norm(linear(a, f"{p}.attention.output.dense") + x, f"{p}.attention.output")
+        h = linear(x, f"{p}.intermediate.dense")
+        x = norm(linear(h * 0.5 * (1 + erf(h / math.sqrt(2))), f"{p}.output.dense") + x, f"{p}.output")
+    return x
