@@ -58,6 +58,8 @@ MIN_CHUNKS = 16
 LOGITS_ADDRESS = 6
 """Argument of the matmul of the logits that says where they go."""
 INT64_MAX = 2**63 - 1
+Activated = Literal["silu", "gelu_tanh", "relu", "relu_squared", "tanh", "sigmoid"]
+"""Functions of kernels_cpu/math.py that may stand alone."""
 
 
 class AdapterRows(Protocol):
@@ -201,7 +203,7 @@ class Recorder:
         args = [y.address, y.stride, y.width, weight.address, float_bits(eps), x.address, x.stride]
         self._append("elementwise", "norm_add", [], args, name)
 
-    def gated(self, gate: Row, up: Row, activation: Literal["silu", "gelu_tanh", "relu"], name: str) -> Activation:
+    def gated(self, gate: Row, up: Row, activation: Literal["silu", "gelu_tanh", "relu", "sigmoid"], name: str) -> Activation:
         """act(gate) * up, ready for matmuls. (T, width) each; gate's buffer is overwritten."""
         args = [gate.address, up.address, gate.stride, gate.width]
         instruction = self._append("elementwise", "gated", [activation], args, name, factor=gate.per_token)
@@ -215,7 +217,7 @@ class Recorder:
         instruction.args.append(float_bits(limit))
         return activation
 
-    def activated(self, x: Row, activation: Literal["silu", "gelu_tanh", "relu", "relu_squared"], name: str) -> Activation:
+    def activated(self, x: Row, activation: Activated, name: str) -> Activation:
         """act(x), ready for matmuls; x's buffer is overwritten."""
         instruction = self._append("pointwise", "activated", [activation], [x.address, x.stride, x.width], name, factor=x.per_token)
         return self._activation(x.width, instruction, 3, "activated", x.per_token)

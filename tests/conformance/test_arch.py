@@ -37,6 +37,10 @@ MOST_EXTRA_NOISE = 2.0
 noisy."""
 MOST_EXTRA_NOISE_OVER_ALL = 1.15
 """The same as the geometric mean over all files."""
+ROUTER_FLIPS = {"qwen35moe": 1, "qwen3next": 1}
+"""Rows in which a rounded activation chooses another expert than in the reference's run, so that even a clear best token may change. The
+reference's own rounding moves these models' logits by up to 1.8 and 0.6.
+"""
 SAME_WEIGHTS = 1e-6
 """Normalised squared error where weights keep 16 bits and activations stay floats."""
 
@@ -135,9 +139,14 @@ TABLE = {
     "qwen3-embedding": {"f32": "exact vectors", "q8_0": "rounded vectors"},
     "qwen3-k": {"q3_K": "rounded", "q5_K": "rounded", "iq3_s": "rounded", "iq1_m": "rounded", "q4_K_mix": "rounded"},
     "qwen3-reranker": {"f32": "exact vectors", "q8_0": "rounded vectors"},
+    "qwen35": {"f32": "exact", "q8_0": "rounded"},
+    "qwen35moe": {"f32": "exact", "q8_0": "rounded"},
+    "qwen3next": {"f32": "exact", "q8_0": "rounded"},
     "qwen3moe": {"f32": "exact", "q8_0": "rounded"},
     "qwen3moe-k": {"q4_K_mix": "rounded", "iq2_xs": "rounded"},
     "refact": {"f32": "exact"},
+    "rwkv6": {"f32": "exact"},
+    "rwkv7": {"f32": "exact", "q8_0": "rounded"},
     "seed_oss": {"f32": "exact"},
     "smallthinker": {"f32": "exact"},
     "smollm3": {"f32": "exact", "q4_0": "rounded"},
@@ -350,7 +359,8 @@ def test_quantized_logits(name: str, variant: str) -> None:
     assert extra_noise(name, variant) <= MOST_EXTRA_NOISE
     whole = answers(name, variant)["whole"]
     clear = ref.arrays["argmax_margin"] > 0.5
-    assert clear.any() and (whole.argmax(axis=1) == ref.arrays["argmax"])[clear].all()
+    assert clear.any()
+    assert (whole.argmax(axis=1) != ref.arrays["argmax"])[clear].sum() <= ROUTER_FLIPS.get(name, 0)
 
 
 def test_quantized_logits_over_all(shared: Path) -> None:
@@ -397,7 +407,7 @@ def test_threads_that_are_put_to_sleep_in_the_middle_change_no_bit() -> None:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("llama", "q8_0"), ("gemma3", "q4_0"), ("gpt-oss", "mxfp4"), ("qwen3moe", "q8_0"), ("deepseek2", "q4_0"), ("mpt", "q4_0"),
-     ("mamba", "q8_0"), ("falcon-h1", "q8_0"), ("lfm2", "q8_0")],
+     ("mamba", "q8_0"), ("falcon-h1", "q8_0"), ("lfm2", "q8_0"), ("qwen3next", "q8_0"), ("rwkv7", "q8_0")],
 )
 def test_neighbours_in_a_batch_change_no_bit(name: str, variant: str) -> None:
     ref = reference_of(name, variant)

@@ -18,7 +18,7 @@ NONE = np.zeros(0, np.int32)
 LAST = np.zeros(1, np.int32)
 
 
-@pytest.fixture(params=["mamba", "mamba2", "falcon-h1", "lfm2"])
+@pytest.fixture(params=["mamba", "mamba2", "falcon-h1", "lfm2", "qwen35", "rwkv6", "rwkv7"])
 def model(request: pytest.FixtureRequest, shared: Path) -> Iterator[Model]:
     options = LoadOptions(n_threads=2, max_batch=64, kv_type="f32", cache_dir=os.environ["LOCALRUN_CACHE"])
     model = load_model(shared / "arch" / request.param / "f32.gguf", options)
