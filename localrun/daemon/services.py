@@ -65,8 +65,11 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self._short, work)
 
     def long_job(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Work that may take minutes; it is expected to look at what cancels it."""
-        return asyncio.get_running_loop().run_in_executor(self._long, work)
+        """Work that may take minutes; it is expected to look at what cancels it. How it ended is whoever's who waits for it: where nobody
+        does any more, because the client went, nobody is told."""
+        job = asyncio.get_running_loop().run_in_executor(self._long, work)
+        job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return job
 
     async def stored(self, name: str) -> StoredModel:
         """The model of that name. Raises what Store.get raises."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 import queue
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -106,6 +109,8 @@ def main(connection: Connection, load: Loader | str | None = None) -> None:
 
 def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     began = time.monotonic()
+    ready: Future[Runner] = Future()
+    threading.Thread(target=_listen, args=(pipe, ready), name="reader", daemon=True).start()
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
     try:
         n_blocks, n_slots = _allocate(parts, load)
@@ -129,6 +134,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 n_embd=info.n_embd,
             )
         )
+        ready.set_result(runner)
         gc.freeze()  # what has been loaded stays; no collection has to look at it again
         runner.run()
     finally:
@@ -161,6 +167,29 @@ def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
     except MemoryError:
         raise LoadFailed(f"not enough memory for a KV cache of {n_blocks * per_block + n_slots * info.state_bytes >> 20} MiB") from None
     return n_blocks, n_slots
+
+
+def _listen(pipe: Pipe, ready: Future[Runner]) -> None:
+    """The reader thread: hands messages to the runner once there is one, and lets it know of the pipe's end. While the model still loads,
+    nobody could heed that, and there is nothing to finish: the process ends at once."""
+    try:
+        while True:
+            try:
+                message = pipe.receive()
+            except msgspec.DecodeError as error:
+                log.error("a frame that is no message: %s", error)
+                continue
+            if isinstance(message, Shutdown) and not ready.done():
+                break
+            ready.result().handle(message)
+            if isinstance(message, Shutdown):
+                return
+    except DaemonGone:
+        pass
+    if ready.done():
+        ready.result().handle(Shutdown())
+    elif multiprocessing.parent_process() is not None:
+        os._exit(0)
 
 
 def _report_failure(pipe: Pipe, request_id: str, error: LocalrunError) -> None:
@@ -201,8 +230,6 @@ class Runner:
 
     def run(self) -> None:
         """Raises DaemonGone when an event cannot be sent."""
-        reader = threading.Thread(target=self._read, name="reader", daemon=True)
-        reader.start()
         while self._take_messages():
             self.engine.step()
 
@@ -232,24 +259,8 @@ class Runner:
         except LocalrunError as error:
             _report_failure(self._pipe, request_id, error)
 
-    def _read(self) -> None:
-        """The reader thread: ends with the pipe, and lets the loop know."""
-        try:
-            while True:
-                try:
-                    message = self._pipe.receive()
-                except msgspec.DecodeError as error:
-                    log.error("a frame that is no message: %s", error)
-                    continue
-                self._handle(message)
-                if isinstance(message, Shutdown):
-                    return
-        except DaemonGone:
-            pass
-        finally:
-            self._inbox.put(Shutdown())
-
-    def _handle(self, message: ToRunner) -> None:
+    def handle(self, message: ToRunner) -> None:
+        """In the reader thread: answers what needs no model, and hands the rest to the loop. Raises DaemonGone."""
         if isinstance(message, Cancel | Inspect | Shutdown):
             self._inbox.put(message)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import socket
 import threading
 import time
@@ -114,7 +116,9 @@ def test_an_upload_larger_than_what_may_wait(daemon: Daemon) -> None:
 # ---- pull ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_pull_reports_and_stops_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_reports_and_stops_with_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stopped = threading.Event()
 
     def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], *, insecure: bool) -> None:
@@ -135,6 +139,9 @@ def test_pull_reports_and_stops_with_its_client(tmp_path: Path, monkeypatch: pyt
             first = next(lines)
             assert first.startswith('{"status":"pulling abc","digest":"sha256:abc","total":1000000000,"completed":')
         assert stopped.wait(10), "the pull went on without its client"
+    gc.collect()
+    # what a pull ends with that nobody waits for is nobody's mistake
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
 
 
 def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

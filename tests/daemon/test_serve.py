@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -85,6 +86,25 @@ def test_kill_9_leaves_no_runner(tmp_path: Path) -> None:
         running.process.wait(10)
         wait_until(lambda: gone(family))
         client.close()
+
+
+@posix
+def test_kill_9_leaves_no_runner_that_is_loading(tmp_path: Path) -> None:
+    """Such a runner says nothing for minutes, and so does not notice by itself that nobody listens."""
+    with program(tmp_path, "loading") as running, socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+        body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
+        client.sendall(b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: any("load" in one.get("status", "") for one in ps(running)))
+        wait_until(lambda: len(running.family()) >= 2)
+        family = running.family()
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait(10)
+        wait_until(lambda: gone(family), 10)
+
+
+def ps(running: Program) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{running.url}/api/ps", timeout=10).json()["models"]
+    return found
 
 
 @posix
