@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-Overflow = Literal["error", "truncate_oldest", "shift"]
+Overflow = Literal["error", "truncate_oldest", "shift", "sinks"]
 DraftRule = Literal["exact", "ratio"]
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -115,7 +115,7 @@ class Common(Body):
     num_thread: int | None = honoured(None, "Extra: threads of the model.")
     keep_alive: KeepAlive | None = honoured(None, "Extra: how long the model stays loaded after the request.")
     options: dict[str, Any] = honoured({}, "Extra: options as on /api; the fields of this body win.")
-    overflow: Overflow = honoured("error", "Extra: what happens to a prompt that does not fit: error, truncate_oldest or shift.")
+    overflow: Overflow = honoured("error", "Extra: what happens to a prompt that does not fit: error, truncate_oldest, shift or sinks.")
     timeout: float | None = honoured(None, "Extra: seconds after which the request ends with an error (504).", gt=0)
     priority: int = honoured(0, "Extra: lower goes first; each level counts as much as 30 seconds of waiting.")
 

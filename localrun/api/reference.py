@@ -35,6 +35,7 @@ Nothing depends on the request's content type. The daemon serves the same as an 
   `prompt_tokens_dropped` and the headers `x-localrun-messages-dropped` and `x-localrun-prompt-tokens-dropped` say; it is an error on `/v1`,
   and wherever `"overflow": "error"` or `"truncate": false` asks for one.
 - With `"overflow": "shift"` a full window loses its middle and the answer goes on; `window_tokens_dropped` says how much was lost.
+  `"sinks"` does the same without a pause, for endless answers: what will stay is read ahead while the answer goes on.
 - `keep_alive` takes numbers in quotes.
 - Final objects carry `seed`, `cached_prompt_eval_count`, `queue_duration` and `first_token_duration` too; on `/v1`, `usage` has
   `prompt_tokens_details.cached_tokens`, and the reply `seed`.

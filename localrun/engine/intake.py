@@ -70,7 +70,7 @@ class Intake:
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
         prompt = self.prompt(request, context)
-        shifts = request.overflow == "shift"
+        shifts = request.overflow in ("shift", "sinks")
         if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
             raise BadRequest(f"deadline_s must be 0 or more, it is {request.deadline_s:g}", param="deadline_s")
         deadline = arrival + request.deadline_s if request.deadline_s else None
@@ -99,6 +99,7 @@ class Intake:
             scores=request.score,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
+            prepares=request.overflow == "sinks",
             constraint=self._constraint(request, prompt),
             speculator=_speculator(request.draft_num_predict, prompt.tokens),
             guesser=guesser,
@@ -128,7 +129,8 @@ class Intake:
         try:
             prompt = build_prompt(request, self._tokenizer, self._parts.template, context)
         except ContextOverflow:
-            if request.overflow != "shift" or request.messages is not None or not (request.raw or request.prompt_tokens is not None):
+            plain = request.messages is None and (request.raw or request.prompt_tokens is not None)
+            if not plain or request.overflow not in ("shift", "sinks"):
                 raise
             prompt = self._shifted(request, context)
         if not prompt.tokens:

@@ -91,6 +91,10 @@ class Generation:
     constraint: Constraint | ThinkingGate | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
+    prepares: bool = False
+    """Whether what stays after that is read ahead (window.py)."""
+    n_prepared: int = 0
+    """How many tokens of it have been, or are being, read."""
     dropped_messages: int = 0
     dropped_tokens: int = 0
     reason: FinishReason | None = None
@@ -261,6 +265,7 @@ class Generation:
             self.n_chosen -= n
 
     def shifted(self) -> None:
+        self.n_prepared = 0
         if self.speculator is not None:
             self.speculator.forget()
 

@@ -157,10 +157,10 @@ class Scheduler:
         if not self.waiting or not self.running:
             return
         head, last = min(self.waiting, key=_order), max(self.running, key=_order)
-        if last.priority > head.priority and _order(last) > _order(head) and not self._has_room(head):
+        if last.priority > head.priority and _order(last) > _order(head) and not self.has_room(head):
             self._preempt(plan, last)
 
-    def _has_room(self, seq: Sequence) -> bool:
+    def has_room(self, seq: Sequence) -> bool:
         """A place, and blocks for all it has to read, besides what those that run still have to read and one spare block each."""
         if not self.running:
             return True
@@ -207,7 +207,7 @@ class Scheduler:
         if len(self.running) >= self.max_running or seq in plan.preempted or not self.cache.hold(seq):
             return False
         self.cache.adopt(seq)
-        if not self._has_room(seq):
+        if not self.has_room(seq):
             self.cache.drop(seq)
             seq.n_cached = 0 if not seq.n_preempted else seq.n_cached
             return False

@@ -94,6 +94,12 @@ class Sequence:
         """One token away from the next."""
         return self.pending == 1 and not self.wants_all_rows and self.computed > 0
 
+    def after_shift(self) -> list[int]:
+        """What will stay of the tokens so far when the context is full."""
+        sinks = min(SINK_TOKENS, self.limit // 4)
+        n = max(1, (self.limit - sinks) // 2)
+        return self.tokens[:sinks] + self.tokens[sinks + n :]
+
     def shift(self) -> int:
         """Takes half of the tokens out, the oldest but for the first few. Returns how many; their K/V must have been dropped before."""
         sinks = min(SINK_TOKENS, self.limit // 4)

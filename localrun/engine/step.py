@@ -16,13 +16,14 @@ from localrun.engine.adapters import AdapterShelf
 from localrun.engine.cache import KVCache
 from localrun.engine.cost import CostModel
 from localrun.engine.drafting import Drafter, Wish
-from localrun.engine.jobs import Job
+from localrun.engine.jobs import Generation, Job
 from localrun.engine.parts import as_localrun_error
 from localrun.engine.scheduler import Plan, Scheduler, Slice
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.engine.states import StateSlots
 from localrun.engine.vectors import Batch, Pooled
+from localrun.engine.window import Preparation, next_preparation, preparation_id
 from localrun.errors import DeadlineExceeded, LocalrunError
 from localrun.messages import Failed, FromRunner, Inspected
 from localrun.models.model import BLOCK_TOKENS, Model, Span
@@ -147,6 +148,9 @@ class Engine:
         job = self._jobs.get(request_id)
         if job is None:
             return
+        if isinstance(job, Preparation):
+            self._remove(job)  # it is read when it is needed
+            return
         if isinstance(job, Pooled):
             request_id = job.batch.request_id
             self._remove_batch(job.batch)
@@ -182,7 +186,10 @@ class Engine:
                 late = DeadlineExceeded(f"the request was not done within its deadline of {seq.deadline - seq.arrival:g} s")
                 self.fail(seq.request_id, late)
         self._draft()
+        self._prepare_shifts(now)
         plan = self.scheduler.plan(now)
+        for seq in [seq for seq in self.scheduler.waiting if isinstance(self._job(seq), Preparation)]:
+            self._remove(self._job(seq))  # it had to give way
         self._preemptions += len(plan.preempted)
         for s in plan.slices:
             job = self._job(s.seq)
@@ -197,7 +204,7 @@ class Engine:
         """Says where a long prompt left the tree, when the tree knew much that came very close."""
         seq = job.seq
         missed = len(seq.tokens) - seq.n_cached
-        if not seq.may_reuse or seq.pools or missed < _WORTH_EXPLAINING:
+        if isinstance(job, Preparation) or not seq.may_reuse or seq.pools or missed < _WORTH_EXPLAINING:
             return
         miss = self.cache.tree.near_miss(seq.tokens, seq.kind)
         if miss is None or miss.beyond < _WORTH_EXPLAINING:
@@ -209,6 +216,21 @@ class Engine:
         )
         self._near_misses.append(job.near_miss)
         log.info("request %s: %s", seq.request_id, job.near_miss)
+
+    def _prepare_shifts(self, now: float) -> None:
+        """Has read ahead what will stay of contexts that fill up."""
+        for seq in [seq for seq in self.scheduler.running if seq.is_decoding]:
+            job = self._job(seq)
+            if not isinstance(job, Generation) or not job.prepares or preparation_id(seq.request_id) in self._jobs:
+                continue
+            ahead = next_preparation(job, now)
+            if ahead is None:
+                continue
+            if self.scheduler.waiting or not self.scheduler.has_room(ahead.seq):  # others need the room more
+                job.n_prepared = 0
+                continue
+            self.scheduler.add(ahead.seq, accepted=True)
+            self._jobs[ahead.seq.request_id] = ahead
 
     def _draft(self) -> None:
         """Lets every sequence that is about to decode propose what may follow, as long as that makes the pass better for all. Recurrent
@@ -365,7 +387,10 @@ class Engine:
 
     def _remove(self, job: Job) -> None:
         self.scheduler.finish(job.seq)
-        self.adapters.release(job.seq.adapter)
+        if isinstance(job, Generation) and (ahead := self._jobs.get(preparation_id(job.seq.request_id))) is not None:
+            self._remove(ahead)
+        if not isinstance(job, Preparation):
+            self.adapters.release(job.seq.adapter)
         if self.drafter is not None:
             self.drafter.forget(job.seq.request_id)
         del self._jobs[job.seq.request_id]

@@ -404,6 +404,65 @@ def test_shift_takes_the_middle_out_and_goes_on() -> None:
     assert same.text == outcome.text
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    n_blocks=st.integers(14, 60),
+    max_batch=st.integers(8, 64),
+    others=st.integers(0, 3),
+    num_ctx=st.integers(70, 200),
+    seed=st.integers(0, 9),
+)
+def test_sinks_are_a_shift_without_a_pause(n_blocks: int, max_batch: int, others: int, num_ctx: int, seed: int) -> None:
+    """The text of `shift`, whatever room there is for reading ahead, whoever else is there."""
+    texts = []
+    for overflow in ("shift", "sinks"):
+        harness = Harness(FakeModel(max_batch=max_batch, eog_bias=-100), n_blocks)
+        outcome = harness.ask([BOS, *range(97, 107)], num_ctx=num_ctx, max_tokens=300, overflow=overflow, seed=seed)
+        for i in range(others if overflow == "sinks" else 0):
+            harness.ask([BOS, 65 + i], max_tokens=40 * i)
+        harness.run()
+        assert outcome.finished is not None
+        assert outcome.finished.dropped_tokens > 0
+        texts.append((outcome.text, outcome.finished.context, outcome.finished.dropped_tokens))
+    assert texts[0] == texts[1]
+
+
+def test_sinks_cost_the_same_at_every_token() -> None:
+    """Over many contexts: no pause at a shift, about one row more for each token, as many blocks as one context and a half."""
+    clock = FakeClock()
+    model = FakeModel(clock=clock, cost=lambda rows, attended: 0.04 + 0.004 * rows, eog_bias=-100, max_batch=256, n_ctx_train=512)
+    worst, rows = {}, {}
+    for overflow in ("shift", "sinks"):
+        model = FakeModel(clock=clock, cost=lambda rows, attended: 0.04 + 0.004 * rows, eog_bias=-100, max_batch=256, n_ctx_train=512)
+        harness = Harness(model, 60, clock=clock)
+        harness.ask([BOS, *range(97, 107)], max_tokens=3000, overflow=overflow, draft_num_predict=0)
+        gaps, most = [], 0
+        while harness.engine.has_work:
+            began = clock()
+            harness.step()
+            gaps.append(clock() - began)
+            most = max(most, harness.engine.cache.pool.n_held)
+        worst[overflow], rows[overflow] = max(gaps[1:]), model.rows
+        assert most <= 32 + 18
+    assert worst["shift"] > 1.0
+    assert worst["sinks"] < 0.2
+    assert rows["sinks"] < 2.1 * 3000
+
+
+def test_a_request_that_ends_takes_what_was_read_ahead_with_it() -> None:
+    harness = Harness(FakeModel(eog_bias=-100, max_batch=8), 60)
+    harness.ask([BOS, *range(97, 107)], num_ctx=200, max_tokens=500, overflow="sinks")
+    for _ in range(500):
+        harness.step()
+        if len(harness.engine._jobs) == 2:
+            break
+    assert len(harness.engine._jobs) == 2
+    harness.engine.cancel("request 1")
+    assert harness.engine._jobs == {}
+    assert harness.engine.scheduler.sequences == []
+    harness.run()
+
+
 # ---- what is told about it -----------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ def some_options(rng: random.Random) -> dict[str, Any]:
             {"repeat_penalty": 1.2, "dry_multiplier": 0.5},
             {"mirostat": 2},
             {"overflow": "shift", "num_ctx": 48, "max_tokens": 120},
+            {"overflow": "sinks", "num_ctx": 96, "max_tokens": 200},
             {"max_tokens": 0},
             {"priority": rng.randint(-1, 2)},
             {"draft_num_predict": 0},
