@@ -198,10 +198,11 @@ def show(
 # ---- pull, rm, cp, stop ---------------------------------------------------------------------------------------------------------
 
 
-def pull_model(client: Client, model: str, *, insecure: bool = False) -> None:
+def pull_model(client: Client, model: str, *, insecure: bool = False, rate: str = "") -> None:
     """Fetches a model, with its progress on stderr. Raises DaemonError; Ctrl-C ends the program."""
     try:
-        with client.stream("/api/pull", {"model": model, **({"insecure": True} if insecure else {})}) as objects:
+        body: Json = {"model": model, **({"insecure": True} if insecure else {}), **({"rate": rate} if rate else {})}
+        with client.stream("/api/pull", body) as objects:
             follow(objects)
     except KeyboardInterrupt:
         say(f"\nStopped before {model} was complete; localrun pull {model} takes it up again.")
@@ -211,16 +212,17 @@ def pull_model(client: Client, model: str, *, insecure: bool = False) -> None:
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, or the https address of a .gguf file.")],
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept plain HTTP, for a name that begins with http://.")] = False,
+    rate: Annotated[str, typer.Option("--limit-rate", metavar="RATE", help="Bytes a second at most: 5M, 800k.")] = "",
 ) -> None:
     """Fetch a model.
 
     \b
     Examples:
       localrun pull smollm2
-      localrun pull hf.co/OWNER/REPO-GGUF:Q4_K_M
+      localrun pull hf.co/OWNER/REPO-GGUF:Q4_K_M --limit-rate 5M
     """
     with connect(say=say) as client:
-        pull_model(client, model, insecure=insecure)
+        pull_model(client, model, insecure=insecure, rate=rate)
 
 
 def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Names.", autocompletion=complete_model)]) -> None:

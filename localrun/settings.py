@@ -17,6 +17,7 @@ import platformdirs
 
 from localrun.durations import parse_duration, parse_keep_alive
 from localrun.errors import LocalrunError
+from localrun.rates import parse_rate
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 11434
@@ -242,6 +243,10 @@ class Settings:
         "LOCALRUN_HF_ENDPOINT HF_ENDPOINT", "address",
         "Where models of hf.co are fetched: Hugging Face, or a mirror of it.",
         _web_address, "https://huggingface.co"))
+    pull_rate: int = field(default=0, metadata=_about(
+        "LOCALRUN_PULL_RATE", "bytes a second",
+        "Bandwidth that all pulls together may take, as in 5M or 800k; 0 sets no bound. It does not hold for what comes through pip.",
+        parse_rate, "0"))
     overcommit: bool = field(default=False, metadata=_about(
         "LOCALRUN_OVERCOMMIT", "flag",
         "Load models that memory is too small for: their weights are then read from disk again and again.",

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 EXCEPTIONS = {("cli/serve.py", f"localrun.{name}") for name in ("daemon.serve", "settings", "errors")}
 # They hand the environment to Settings, or to a compiler's settings below the floor that has them.
 PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/compile.py", "kernels_cpu/isa.py"}
-BASE = ("durations", "errors", "messages", "settings")
+BASE = ("durations", "errors", "messages", "rates", "settings")
 
 
 def sources() -> list[Path]:

@@ -123,12 +123,18 @@ class PullBody(ModelBody):
 
     stream: bool = honoured(True, "Send progress, one JSON object a line; false: one object at the end.")
     insecure: bool = honoured(False, "Accept plain HTTP, for a name that begins with http://.")
+    rate: str = honoured("", "localrun's own: bytes a second at most, as in 5M or 800k.")
     username: str = accepted("", "Without effect, as in Ollama.")
     password: str = accepted("", "Without effect, as in Ollama.")
 
 
-class PushBody(PullBody):
+class PushBody(ModelBody):
     """POST /api/push."""
+
+    stream: bool = honoured(True, "Send progress, one JSON object a line; false: one object at the end.")
+    insecure: bool = honoured(False, "Accept plain HTTP, for a name that begins with http://.")
+    username: str = accepted("", "Without effect, as in Ollama.")
+    password: str = accepted("", "Without effect, as in Ollama.")
 
 
 class CopyBody(Body):
@@ -159,6 +165,7 @@ class CreateBody(ModelBody):
     draft_quantize: str = refused("Draft models.", harmless=("",))
     remote_host: str = refused("Models on other machines.", harmless=("",))
     info: dict[str, Any] = refused("Metadata that replaces the file's own.", harmless=({},))
+    insecure: bool = honoured(False, "Accept plain HTTP, where what to start from is pulled by a name that begins with http://.")
     modelfile: str = honoured("", "localrun's own: text of a Modelfile, in place of the fields above.")
     copy_: bool = honoured(False, "localrun's own: copy a GGUF file of this machine, rather than link to it.", alias="copy")
     folder: str = honoured("", "localrun's own: where relative paths in `modelfile` begin (clients on this machine).")

@@ -45,7 +45,7 @@ def create_app(settings: Settings, *, store: Store | None = None, load: LoadHook
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        models = store or Store(settings.models, Web(settings.hf_endpoint, settings.hf_token))
+        models = store or Store(settings.models, Web(settings.hf_endpoint, settings.hf_token), settings.pull_rate)
         services = Services(settings, models, Loader(settings, load), activity)
         app.state.services = services
         if warm:

@@ -23,6 +23,7 @@ from localrun.daemon.metrics import CONTENT_TYPE as METRICS_TYPE
 from localrun.daemon.services import read_long_arrays
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, NotFound, Unsupported
 from localrun.messages import Inspect, Inspected
+from localrun.rates import parse_rate
 from localrun.store import CreateSpec, PullProgress, StoredModel, spec_from_modelfile
 from localrun.store.adapters import adapter_sources
 from localrun.store.blobs import Blobs, DigestMismatch
@@ -155,7 +156,12 @@ async def v1_model(x: Exchange, body: None) -> None:
 async def pull(x: Exchange, body: PullBody) -> None:
     """POST /api/pull."""
     name = _name(body)
-    await transfer(x, body.stream, lambda progress, cancelled: x.services.store.pull(name, progress, cancelled, insecure=body.insecure))
+    try:
+        rate = parse_rate(body.rate) if body.rate else 0
+    except ValueError as error:
+        raise BadRequest(f"rate: {error}", param="rate") from None
+    store = x.services.store
+    await transfer(x, body.stream, lambda progress, cancelled: store.pull(name, progress, cancelled, insecure=body.insecure, rate=rate))
 
 
 async def create(x: Exchange, body: CreateBody) -> None:
@@ -188,6 +194,7 @@ def create_spec(body: CreateBody, *, local: bool) -> CreateSpec:
         spec,
         **origin,
         copy=body.copy_,
+        insecure=body.insecure,
         quantize=body.quantize or body.quantization,
         template=body.template if body.template is not None else spec.template,
         system=body.system if body.system is not None else spec.system,

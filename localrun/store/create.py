@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrun.errors import BadRequest, ModelFileRejected, ModelNotFound, Unsupported
+from localrun.errors import BadRequest, DownloadFailed, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import catalogue, describe, modelfile, parameters
+from localrun.store import describe, hub, modelfile, parameters
 from localrun.store.adapters import AdapterSource, adapter_sources, is_adapter, take_in
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.merge import merge
@@ -40,12 +40,14 @@ class CreateSpec:
     """
 
     from_name: str | None = None
-    """Name of a stored model; one of the catalogue is pulled when it is not there yet."""
+    """Name of a stored model, or what `pull` takes; it is pulled when it is not there yet."""
     path: Path | None = None
     """On this machine: a GGUF file, which is linked, or cloned where the file system can; or a folder with a checkpoint of safetensors, as
     Hugging Face lays them out, which is converted."""
     files: dict[str, str] = field(default_factory=dict)
     """Name -> digest of blobs that were put into the store before: one GGUF file, all parts of one, or the files of such a folder."""
+    insecure: bool = False
+    """With `from_name`, where it is pulled: accept plain HTTP."""
     copy: bool = False
     """With `path`: copy the file."""
     quantize: str = ""
@@ -147,7 +149,7 @@ def check_template(text: str) -> None:
 def _base(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
     """The config, and the layers by kind, of what the model is made from."""
     if spec.from_name:
-        return _from_stored(store, spec.from_name, progress, cancelled)
+        return _from_stored(store, spec, progress, cancelled)
     if spec.path and spec.path.is_dir():
         # a folder may hold a GGUF file, or the parts of one, in place of a checkpoint
         found = sorted(spec.path.glob("*.gguf"))
@@ -206,13 +208,18 @@ def _take_in(store: Store, path: Path, copy: bool, progress: Progress, cancelled
     return digest, config
 
 
-def _from_stored(store: Store, name: str, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
+def _from_stored(store: Store, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> tuple[dict[str, Any], dict[str, list[Layer]]]:
+    asked = spec.from_name or ""
+    name = hub.name_for(asked).short if hub.is_address(asked) else asked
     try:
         store.get(name)
     except ModelNotFound:
-        if catalogue.find(Name.parse(name)) is None:
-            raise
-        store.pull(name, lambda line: None if line.status == "success" else progress(line), cancelled)
+        try:
+            store.pull(asked, lambda line: None if line.status == "success" else progress(line), cancelled, insecure=spec.insecure)
+        except DownloadFailed as error:
+            if not str(error).startswith("pull model manifest"):
+                raise
+            raise DownloadFailed(f"model '{asked}' is not here, and cannot be had: {error}") from error
     _, manifest = store.read(name)
     config = store.json_blob(manifest.config, dict) if manifest.config.digest else {}
     config.pop("rootfs", None)
@@ -335,6 +342,8 @@ def _origin(source: Instruction, folder: Path | None) -> dict[str, Any]:
     value = source.value
     if _DIGEST.match(value):
         return {"files": {"model.gguf": value.removeprefix("@")}}
+    if hub.is_address(value):
+        return {"from_name": value}
     path = _path(source, folder)
     there = path is not None and path.exists()
     if there or _LOOKS_LIKE_PATH.match(value):

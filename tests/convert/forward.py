@@ -126,8 +126,8 @@ def layer_norm(x: Doubles, weight: Doubles, bias: Doubles, eps: float) -> Double
 
 
 def bert_states(config: dict[str, Any], tensors: dict[str, Any], tokens: list[int]) -> Doubles:
-    """BERT's last hidden states (Devlin et al. 2019), (T, width), over BertModel's tensors, all tokens of type 0. GELU is the paper's, x times
-    the normal distribution's function."""
+    """BERT's last hidden states (Devlin et al. 2019), (T, width), over BertModel's tensors, all tokens of type 0. GELU is the paper's:
+    x times the normal distribution's function."""
     t = {name: np.asarray(values, np.float64) for name, values in tensors.items()}
     heads, eps, n = config["num_attention_heads"], config["layer_norm_eps"], len(tokens)
 

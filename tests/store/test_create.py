@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrun.api.options import OPTIONS
-from localrun.errors import BadRequest, LocalrunError, ModelFileRejected, ModelNotFound, Unsupported
+from localrun.errors import BadRequest, DownloadFailed, LocalrunError, ModelFileRejected, Unsupported
 from localrun.models.gguf import open_gguf
 from localrun.store import CreateSpec, PullProgress, Store, modelfile_for, spec_from_modelfile
 from localrun.store.catalogue import Entry
@@ -87,8 +87,9 @@ def test_from_a_model_of_the_catalogue_pulls_it(store: Store, index: Index, publ
 
 
 def test_from_an_unknown_model(store: Store) -> None:
-    with pytest.raises(ModelNotFound, match=r"^model 'nowhere' not found$"):
-        made(store, "x", CreateSpec(from_name="nowhere"))
+    """Port 1 answers nobody: a registry that is not there."""
+    with pytest.raises(DownloadFailed, match=r"^model 'http://127.0.0.1:1/a/nowhere' is not here, and cannot be had: pull model mani"):
+        made(store, "x", CreateSpec(from_name="http://127.0.0.1:1/a/nowhere", insecure=True))
 
 
 def test_replaced_in_one_step(store: Store, gguf: Path) -> None:
@@ -260,7 +261,7 @@ def test_the_example_at_the_root(repository: Path, store: Store, gguf: Path, tmp
 
 
 def test_parameters_are_the_options_that_requests_know() -> None:
-    words = {"int": "integer", "float": "float", "bool": "boolean", "strings": "array"}
+    words = {"int": "integer", "float": "float", "bool": "boolean", "string": "string", "strings": "array"}
     for name, option in OPTIONS.items():
         if option.use == "honoured":
             assert words[KINDS[name]] == option.kind, name
@@ -271,7 +272,7 @@ def test_parameters_are_the_options_that_requests_know() -> None:
 @given(st.sampled_from(sorted(KINDS)), st.data())
 def test_values_survive_their_text(name: str, data: st.DataObject) -> None:
     value = data.draw({
-        "int": st.integers(-(2**63), 2**63 - 1), "bool": st.booleans(), "strings": st.lists(st.text()),
+        "int": st.integers(-(2**63), 2**63 - 1), "bool": st.booleans(), "strings": st.lists(st.text()), "string": st.text(),
         "float": st.floats(allow_nan=False, allow_infinity=False, max_value=1e307, min_value=-1e307),
     }[KINDS[name]])  # fmt: skip
     texts = to_texts(checked(name, value))

@@ -80,6 +80,7 @@ GOOD = {
     "LOCALRUN_NOPRUNE": ("1", True),
     "LOCALRUN_HF_TOKEN": ("hf_x", "hf_x"),
     "LOCALRUN_HF_ENDPOINT": ("http://[::1]:1/mirror/", "http://[::1]:1/mirror"),
+    "LOCALRUN_PULL_RATE": ("1.5M", 1_500_000),
     "LOCALRUN_OVERCOMMIT": ("true", True),
     "LOCALRUN_DEBUG": ("2", True),
 }
@@ -99,6 +100,7 @@ BAD = {
     "LOCALRUN_IDLE_EXIT": "soon",
     "LOCALRUN_NOPRUNE": "perhaps",
     "LOCALRUN_HF_ENDPOINT": "huggingface.co",
+    "LOCALRUN_PULL_RATE": "fast",
     "LOCALRUN_OVERCOMMIT": "maybe",
     "LOCALRUN_DEBUG": "3",
 }
