@@ -83,7 +83,7 @@ def version() -> None:
     print_version()
 
 
-app.command("serve")(serve.serve)
+app.command("serve", cls=serve.ServeCommand)(serve.serve)
 app.command("run")(run.run)
 app.command("pull")(models.pull)
 app.command("list")(models.list_models)

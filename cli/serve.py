@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from localrun.cli.client import CliError
 from localrun.cli.environment import for_serving
+
+
+class ServeCommand(TyperCommand):
+    """Its help ends with the table of settings."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from localrun.settings_page import settings_text
+
+        formatter.write(f"\nSettings, from the environment:\n{settings_text(min(formatter.width, 100))}")
 
 
 def serve(
@@ -16,7 +26,7 @@ def serve(
         float, typer.Option("--idle-exit", metavar="SECONDS", help="End after so many seconds without a request; 0: never.", min=0)
     ] = 0.0,
 ) -> None:
-    """Run the daemon in this terminal.
+    """Run the daemon in this terminal. Environment variables set it: docs/settings.md, or --help.
 
     \b
     Examples:

@@ -22,6 +22,10 @@ from localrun.rates import parse_rate
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
+CLIENT_VARIABLES = {
+    "LOCALRUN_STATE", "LOCALRUN_NOHISTORY", "OLLAMA_NOHISTORY", "LOCALRUN_API_KEY", "OLLAMA_API_KEY", "OLLAMA_EDITOR"
+}  # fmt: skip
+"""Of the terminal program and of Ollama's, which a daemon started by it inherits."""
 INSTRUCTION_SETS = ("amx", "avx512", "avxvnni", "avx2", "neon", "generic")
 """Names of kernels_cpu/isa.py, which knows what each is and whether this machine has it."""
 
@@ -38,7 +42,10 @@ class Row(NamedTuple):
     name: str
     variables: tuple[str, ...]
     type: str
+    here: str
+    """The default on this machine."""
     default: str
+    """The default, as it can be said of any machine."""
     description: str
 
 
@@ -178,11 +185,11 @@ class Settings:
     models: Path = field(default_factory=_data_folder, metadata=_about(
         "LOCALRUN_MODELS OLLAMA_MODELS", "folder",
         "Where models are kept. A folder of Ollama's can be used as it is.",
-        _folder))
+        _folder, "localrun/models in the user's data folder"))
     cache: Path = field(default_factory=_cache_folder, metadata=_about(
         "LOCALRUN_CACHE", "folder",
         "Compiled kernels and built tokenizers. Can be deleted while nothing runs.",
-        _folder))
+        _folder, "localrun in the user's cache folder"))
     keep_alive: float = field(default=300.0, metadata=_about(
         "LOCALRUN_KEEP_ALIVE OLLAMA_KEEP_ALIVE", "duration",
         "How long a model stays loaded after its last request: 5m, 1h30m, seconds; 0 unloads at once, a negative value never.",
@@ -251,6 +258,10 @@ class Settings:
         "LOCALRUN_OVERCOMMIT", "flag",
         "Load models that memory is too small for: their weights are then read from disk again and again.",
         _flag, "false"))
+    log_requests: bool = field(default=False, metadata=_about(
+        "LOCALRUN_LOG_REQUESTS OLLAMA_DEBUG_LOG_REQUESTS", "flag",
+        "Log what clients send, prompts and all; by itself the log says of a request how it went and not what was in it.",
+        _flag, "false"))
     debug: bool = field(default=False, metadata=_about(
         "LOCALRUN_DEBUG OLLAMA_DEBUG", "flag",
         "Log more.",
@@ -277,17 +288,21 @@ class Settings:
         return cls(**values)
 
     @classmethod
+    def strangers(cls, environ: Mapping[str, str]) -> list[str]:
+        """Variables that look like settings, of ours or of Ollama's, and are none: a typing error, or something that is not there."""
+        known = {variable for setting in fields(cls) for variable in setting.metadata.get("variables", ())} | CLIENT_VARIABLES
+        return sorted(name for name in environ if name.startswith(("LOCALRUN_", "OLLAMA_")) and name not in known and environ[name].strip())
+
+    @classmethod
     def table(cls) -> list[Row]:
         """A row for each setting, in the order of declaration. Defaults are shown as a person would write them, folders under ~."""
         rows = []
         for setting in fields(cls):
             if not setting.metadata:
                 continue
-            shown = setting.metadata["shown"]
-            if setting.default_factory is not MISSING:
-                shown = _under_home(setting.default_factory())
             about = setting.metadata
-            rows.append(Row(setting.name, about["variables"], about["type"], shown, about["description"]))
+            here = about["shown"] if setting.default_factory is MISSING else _under_home(setting.default_factory())
+            rows.append(Row(setting.name, about["variables"], about["type"], here, about["shown"], about["description"]))
         return rows
 
 

@@ -30,10 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "entry": {"cli"},
 }
 # `localrun serve` is the daemon: the one place where the terminal program becomes it, inside the function.
-EXCEPTIONS = {("cli/serve.py", f"localrun.{name}") for name in ("daemon.serve", "settings", "errors")}
+EXCEPTIONS = {("cli/serve.py", f"localrun.{name}") for name in ("daemon.serve", "settings", "settings_page", "errors")}
 # They hand the environment to Settings, or to a compiler's settings below the floor that has them.
 PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/compile.py", "kernels_cpu/isa.py"}
-BASE = ("durations", "errors", "messages", "rates", "settings")
+BASE = ("durations", "errors", "messages", "rates", "settings", "settings_page")
 
 
 def sources() -> list[Path]:

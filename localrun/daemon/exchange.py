@@ -216,7 +216,10 @@ class Exchange(Response):
             if size > MOST_BODY_BYTES:
                 raise TooLarge(f"the request body is larger than {MOST_BODY_BYTES} bytes")
             parts.append(part)
-        return None if self.route.body is None else fields.parse(self.route.body, b"".join(parts))
+        raw = b"".join(parts)
+        if self.services.settings.log_requests and raw:
+            requests_log.info("id=%s path=%s body=%s", self.id, self.request.url.path, _logged(raw.decode("utf-8", "replace")))
+        return None if self.route.body is None else fields.parse(self.route.body, raw)
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         while True:

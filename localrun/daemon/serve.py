@@ -10,6 +10,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
@@ -50,6 +51,8 @@ def serve(settings: Settings, *, ready: Callable[[str, int], None] | None = None
     from localrun.daemon.app import create_app
 
     start_logging(settings.debug)
+    for name in Settings.strangers(os.environ):
+        log.warning("%s is set, and is no setting here (localrun serve --help has them all)", name)
     listener = listen(settings.host, settings.port)
     try:
         app = create_app(settings, **app_options)
@@ -215,8 +218,16 @@ def start_logging(debug: bool) -> None:
 
 def main() -> int:
     """`python -m localrun.daemon`: settings from the environment; returns the exit code."""
-    import os
+    import argparse
 
+    from localrun.settings_page import settings_text
+
+    argparse.ArgumentParser(
+        prog="python -m localrun.daemon",
+        description="Serves until it is told to end. It has no options; settings come from the environment:",
+        epilog=settings_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     try:
         serve(Settings.from_env(os.environ))
     except LocalrunError as error:

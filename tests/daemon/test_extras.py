@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,15 @@ def test_a_near_miss_is_told(tmp_path: Path) -> None:
         reply = running.http.post("/api/generate", json={**asked, "prompt": second}).json()
         assert "tokens are read again" in reply["near_miss"] and "Sun" in reply["near_miss"]
         assert running.loaded()[0]["engine"]["near_misses"] == [reply["near_miss"]]
+
+
+def test_prompts_are_logged_only_where_that_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    body = {"model": "tiny", "prompt": "a secret\nof mine", "stream": False}
+    for asked in (False, True):
+        caplog.clear()
+        with serving.daemon(tmp_path / str(asked), log_requests=asked) as running:
+            assert running.http.post("/api/generate", json=body).status_code == 200
+        assert ("secret" in caplog.text) == asked
+        lines = [record.getMessage() for record in caplog.records if record.name == "localrun.requests"]
+        assert all("\n" not in line for line in lines) and any("completion_tokens=" in line for line in lines)

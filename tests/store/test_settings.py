@@ -82,6 +82,7 @@ GOOD = {
     "LOCALRUN_HF_ENDPOINT": ("http://[::1]:1/mirror/", "http://[::1]:1/mirror"),
     "LOCALRUN_PULL_RATE": ("1.5M", 1_500_000),
     "LOCALRUN_OVERCOMMIT": ("true", True),
+    "LOCALRUN_LOG_REQUESTS": ("1", True),
     "LOCALRUN_DEBUG": ("2", True),
 }
 
@@ -102,6 +103,7 @@ BAD = {
     "LOCALRUN_HF_ENDPOINT": "huggingface.co",
     "LOCALRUN_PULL_RATE": "fast",
     "LOCALRUN_OVERCOMMIT": "maybe",
+    "LOCALRUN_LOG_REQUESTS": "all",
     "LOCALRUN_DEBUG": "3",
 }
 
@@ -126,9 +128,9 @@ def test_table_has_a_row_for_each_field_and_shows_true_defaults() -> None:
     rows = {row.name: row for row in Settings.table()}
     assert set(rows) == {field.name for field in fields(Settings)} - {"port"}
     for row in rows.values():
-        assert row.variables[0].startswith("LOCALRUN_") and row.description.endswith(".") and row.default
-        if row.default not in ("none", "false"):
-            again = Settings.from_env({row.variables[0]: row.default})
+        assert row.variables[0].startswith("LOCALRUN_") and row.description.endswith(".") and row.here and row.default
+        if row.here not in ("none", "false"):
+            again = Settings.from_env({row.variables[0]: row.here})
             assert getattr(again, row.name) == getattr(Settings(), row.name)
 
 
@@ -173,3 +175,19 @@ def test_keep_alive(value: object, seconds: float) -> None:
 def test_keep_alive_of_other_kinds(value: object) -> None:
     with pytest.raises(ValueError):
         parse_keep_alive(value)
+
+
+def test_the_page_of_settings_is_not_stale(repository: Path) -> None:
+    from localrun.settings_page import settings_markdown, settings_text
+
+    written = (repository / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert written == settings_markdown(), "run: python -m localrun.settings_page > docs/settings.md"
+    for row in Settings.table():
+        for variable in row.variables:
+            assert f"`{variable}`" in written and variable in settings_text()
+
+
+def test_what_looks_like_a_setting_and_is_none_is_named() -> None:
+    strange = {"LOCALRUN_KEEPALIVE": "5m", "OLLAMA_FLASH_ATTENTION": "1"}
+    environ = {**strange, "OLLAMA_HOST": "x", "LOCALRUN_STATE": "/s", "OLLAMA_GPU": " ", "A": "b"}
+    assert Settings.strangers(environ) == ["LOCALRUN_KEEPALIVE", "OLLAMA_FLASH_ATTENTION"]
