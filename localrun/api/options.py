@@ -71,7 +71,10 @@ OPTIONS: dict[str, Option] = {
     "ignore_eos": Option("boolean", "honoured", "The end of the turn is never chosen: the answer ends at a limit or a stop string."),
     "banned_strings": Option("array", "honoured", "Texts that do not come in the answer."),
     "draft_num_predict": Option(
-        "integer", "honoured", "Most tokens guessed ahead; below 0: as many as pay. Never changes an answer.", low=-1
+        "integer",
+        "honoured",
+        "Most tokens guessed ahead; below 0: as many as pay. Never changes an answer. Models with recurrent state get no guesses.",
+        low=-1,
     ),
     "draft": Option(
         "string", "honoured", "A smaller model here, with the same vocabulary, that guesses ahead; another than it runs with loads it anew."

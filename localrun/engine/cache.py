@@ -5,7 +5,8 @@ more than one holder is never written (copy on write).
 
 A model with recurrent state needs more to go on from a match: the state after its last token. Snapshots of it are taken where they pay: at
 the last block boundary of a prompt (the same prompt again), at the end of an answer (the next turn), where prompts are seen to part (a
-common beginning), and, while slots are free, where a long prompt is cut into chunks. A match is as long as the last of these.
+common beginning), in an answer that had to be taken back before, and, while slots are free, where a long prompt is cut into chunks. A
+match is as long as the last of these.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class KVCache:
         end = start + count
         last = (len(seq.tokens) - 1) // size * size
         wanted = {position: True for position in (seq.branch, last) if start < position <= end}
-        if end < len(seq.tokens) and end % size == 0:
-            wanted.setdefault(end, False)
+        if end % size == 0 and (end < len(seq.tokens) or seq.n_rewound):
+            wanted.setdefault(end, seq.n_rewound > 0)
         for position, may_evict in sorted(wanted.items()):
             slot = self.states.take(may_evict=may_evict)
             if slot is not None:

@@ -67,6 +67,12 @@ def load_parts(load: Load, progress: Progress) -> Parts:
     )
     try:
         model = load_model(path, options, progress)
+        if load.draft_path and model.info.state_bytes:
+            model.close()
+            raise BadRequest(
+                f"draft: a model of the kind {model.info.architecture} cannot take guesses back, so none are made for it; load it without",
+                param="draft",
+            )
         draft = _load_draft(load, tokenizer, options, progress) if load.draft_path else None
     except (CompileError, ValueError) as error:
         raise LoadFailed(str(error)) from error

@@ -177,6 +177,7 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is seq:
                 return
+        self.cache.plan_snapshots(seq, seq.computed, 1)
         plan.slices.append(Slice(seq, seq.computed, 1, draft))
 
     def _victim(self, plan: Plan) -> Sequence:

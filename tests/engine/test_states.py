@@ -147,6 +147,18 @@ def test_banned_strings_are_computed_anew_from_a_snapshot(kind: dict[str, Any], 
     assert "ab" not in outcome.text
 
 
+def test_an_answer_taken_back_again_and_again_is_not_read_again_from_its_beginning() -> None:
+    """Whole blocks of an answer get snapshots once some of it has been taken back."""
+    bias = {97: 40.0, 98: 40.0, 99: 40.0}
+    harness = Harness(FakeModel(**STATE), n_blocks=64)
+    outcome = harness.ask([BOS, 97], seed=5, logit_bias=bias, banned_strings=["ab", "cca"], max_tokens=300)
+    seq = harness.engine.scheduler.waiting[0]
+    harness.run()
+    assert outcome.finished is not None
+    assert seq.n_rewound > 20
+    assert harness.model.rows < 300 + seq.n_rewound * (16 + len("cca") + 1) + 32
+
+
 def test_nothing_is_drafted() -> None:
     harness = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64)
     outcome = harness.ask([BOS, *([97, 98, 99] * 20)], max_tokens=40, logit_bias={97: 40.0}, draft_num_predict=8)
