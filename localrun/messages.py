@@ -97,6 +97,10 @@ class Load(Struct, tag="load", kw_only=True):
     draft_path: str = ""
     """A smaller model with the same vocabulary that guesses ahead; empty: none."""
     draft_digest: str = ""
+    session_dir: str = ""
+    """Where K/V of conversations are kept; empty: nowhere."""
+    session_bytes: int = 0
+    """What that folder may hold."""
 
 
 class Generate(Struct, tag="generate", kw_only=True):
@@ -146,6 +150,8 @@ class Generate(Struct, tag="generate", kw_only=True):
     """Factor of what they add."""
     draft_num_predict: int = -1
     """Most tokens guessed ahead, from the text's own past or by the draft model. Below 0: as many as pay, by measurement; 0: none."""
+    session: bool = False
+    """Whether the conversation's K/V are kept on disk, and taken from there: a chat goes on after a restart without being read again."""
     draft_rule: DraftRule = "exact"
     """When a guess is kept. "exact": when it is the token that would have come without guesses, so that they never change the answer;
     "ratio": the textbook rule, after which answers are distributed alike without being the same."""

@@ -218,6 +218,10 @@ class Settings:
         "LOCALRUN_KV_CACHE_TYPE OLLAMA_KV_CACHE_TYPE", " | ".join(KV_CACHE_TYPES),
         "Number format of the KV cache.",
         _kv_type, "f16"))
+    session_size: int = field(default=4096, metadata=_about(
+        "LOCALRUN_SESSION_SIZE", "MiB",
+        "What K/V of conversations (option session) may take on disk; those used least lately go. 0: none are kept.",
+        _whole(0), "4096"))
     num_thread: int = field(default=0, metadata=_about(
         "LOCALRUN_NUM_THREAD", "number",
         "Threads a model computes with; 0 means the physical cores this process may use.",

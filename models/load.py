@@ -262,6 +262,20 @@ class RecordedModel:
         start = self._kv_address() - self._kv.ctypes.data
         self._kv[start + target * size : start + (target + 1) * size] = self._kv[start + source * size : start + (source + 1) * size]
 
+    def read_block(self, block: int) -> bytes:
+        """See Model."""
+        return bytes(self._kv[self._within(block)])
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """See Model."""
+        self._kv[self._within(block)] = np.frombuffer(content, np.uint8)
+
+    def _within(self, block: int) -> slice:
+        if not 0 <= block < self._n_blocks:
+            raise ValueError(f"block {block} of {self._n_blocks}")
+        start = self._kv_address() - self._kv.ctypes.data + block * self.info.kv_bytes_per_block
+        return slice(start, start + self.info.kv_bytes_per_block)
+
     def copy_state(self, source: int, target: int) -> None:
         """See Model."""
         self._state[target] = self._state[source]

@@ -134,6 +134,12 @@ class Model(Protocol):
     def copy_block(self, source: int, target: int) -> None:
         """Copies the K/V of one pool block over another (copy on write)."""
 
+    def read_block(self, block: int) -> bytes:
+        """A copy of a pool block's K/V, kv_bytes_per_block bytes: to be given to `write_block`, now or in another process."""
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Puts back what `read_block` gave of a block of the same model file and KV type."""
+
     def copy_state(self, source: int, target: int) -> None:
         """Copies one slot over another."""
 

@@ -256,6 +256,18 @@ class FakeModel:
         self.store.entries[target] = self.store.entries[source]
         self.store.tokens[target] = self.store.tokens[source]
 
+    def read_block(self, block: int) -> bytes:
+        assert self.store is not None
+        data: bytes = self.store.entries[block].tobytes() + self.store.tokens[block].tobytes()
+        return data.ljust(self.info.kv_bytes_per_block, b"\0")
+
+    def write_block(self, block: int, content: bytes) -> None:
+        assert self.store is not None
+        assert len(content) == self.info.kv_bytes_per_block
+        size = 8 * BLOCK_TOKENS
+        self.store.entries[block] = np.frombuffer(content[:size], np.uint64)
+        self.store.tokens[block] = np.frombuffer(content[size : 2 * size], np.int64)
+
     def close(self) -> None:
         self.closed = True
 

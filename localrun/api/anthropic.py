@@ -58,6 +58,7 @@ def messages_request(body: MessagesBody, model: ModelDefaults, request_id: str) 
         max_tokens=body.max_tokens,
         draft_num_predict=options.get("draft_num_predict", -1),
         draft_rule=options.get("draft_rule", "exact"),
+        session=options.get("session", False),
         num_ctx=options["num_ctx"],
         overflow=body.overflow,
         **adapters(options, model),

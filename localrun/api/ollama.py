@@ -135,6 +135,7 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "num_ctx": options["num_ctx"],
         "draft_num_predict": options.get("draft_num_predict", -1),
         "draft_rule": options.get("draft_rule", "exact"),
+        "session": options.get("session", False),
         **adapters(options, model),
         "overflow": overflow_of(body),
         "thinking_budget": -1 if body.thinking_budget is None else body.thinking_budget,

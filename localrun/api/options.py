@@ -79,6 +79,9 @@ OPTIONS: dict[str, Option] = {
     "draft": Option(
         "string", "honoured", "A smaller model here, with the same vocabulary, that guesses ahead; another than it runs with loads it anew."
     ),
+    "session": Option(
+        "boolean", "honoured", "Keep the conversation's K/V on disk and take them from there: after a restart it is not read again."
+    ),
     "kv_cache_type": Option(
         "string",
         "honoured",

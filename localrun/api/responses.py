@@ -66,6 +66,7 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
         max_tokens=max(options.get("num_predict", -1), -1) if body.max_output_tokens is None else body.max_output_tokens,
         draft_num_predict=options.get("draft_num_predict", -1),
         draft_rule=options.get("draft_rule", "exact"),
+        session=options.get("session", False),
         **adapters(options, model),
         num_ctx=options["num_ctx"],
         overflow=_overflow(body),

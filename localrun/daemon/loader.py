@@ -357,6 +357,8 @@ class Loader:
             kv_cache_type=resident.kv_cache_type,
             max_queue=self._settings.max_queue,
             model_name=wanted.name,
+            session_dir=str(self._settings.cache / "sessions"),
+            session_bytes=self._settings.session_size << 20,
             draft_path=str(resident.draft.path) if resident.draft is not None else "",
             draft_digest=resident.draft.digest if resident.draft is not None else "",
         )

@@ -53,8 +53,17 @@ _CONTEXTS = 10
 class Intake:
     """`pool_tokens`: what the KV pool holds in all. `adapters`: the engine's. Safe to use from one thread besides the engine's."""
 
-    def __init__(self, parts: Parts, pool_tokens: int, adapters: AdapterShelf, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        pool_tokens: int,
+        adapters: AdapterShelf,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_sessions: bool = False,
+    ) -> None:
         self._parts = parts
+        self._keeps_sessions = keeps_sessions
         self._tokenizer = parts.tokenizer
         self._n_vocab = parts.model.info.n_vocab
         self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
@@ -82,6 +91,8 @@ class Intake:
         guesser = None
         if self._parts.draft is not None and request.draft_num_predict:
             guesser = Sampler(msgspec.structs.replace(request.sampling, mirostat=0), seed, self._tokenizer.eog_ids, breakers)
+        if request.session and (reason := self._cannot_keep(request)):
+            raise Unsupported(f"session: {reason}", param="session")
         if request.draft_rule == "ratio" and request.sampling.mirostat:
             raise Unsupported("draft_rule: ratio cannot be combined with mirostat, whose cut follows its own draws", param="draft_rule")
         job = Generation(
@@ -100,6 +111,7 @@ class Intake:
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
             prepares=request.overflow == "sinks",
+            keeps=request.session,
             constraint=self._constraint(request, prompt),
             speculator=_speculator(request.draft_num_predict, prompt.tokens),
             guesser=guesser,
@@ -117,6 +129,14 @@ class Intake:
         seq.adapter_scale = request.adapter_scale
         if seq.adapter_scale:
             seq.adapter = self._adapters.take(request.adapters)
+
+    def _cannot_keep(self, request: Generate) -> str:
+        """Why this request's K/V cannot be kept on disk; empty: they can."""
+        if self._parts.model.info.state_bytes:
+            return "this model has recurrent state, which is not kept on disk"
+        if request.adapters:
+            return "K/V that adapters have a part in are not kept on disk"
+        return "" if self._keeps_sessions else "nothing is kept on disk here (LOCALRUN_SESSION_SIZE is 0)"
 
     def context_length(self, request: Generate) -> int:
         """Most tokens that the request's prompt and answer may hold together."""

@@ -91,6 +91,8 @@ class Generation:
     constraint: Constraint | ThinkingGate | None = None
     shifts: bool = False
     """Whether a full context loses its middle instead of ending the answer."""
+    keeps: bool = False
+    """Whether its K/V are brought back from disk, and saved there."""
     prepares: bool = False
     """Whether what stays after that is read ahead (window.py)."""
     n_prepared: int = 0

@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.memory import available_memory, blocks_without_kv, kv_budget, state_slots
 from localrun.engine.parts import Loader, Parts, as_localrun_error, resolve_loader
+from localrun.engine.sessions import SessionStore, root_key
 from localrun.engine.step import Engine
 from localrun.engine.texts import TextIntake
 from localrun.engine.vectors import Batch
@@ -114,7 +116,8 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
     try:
         n_blocks, n_slots = _allocate(parts, load)
-        runner = Runner(pipe, parts, n_blocks, load.max_queue, n_slots)
+        sessions = _sessions(parts, load)
+        runner = Runner(pipe, parts, n_blocks, load.max_queue, n_slots, sessions)
         models = [parts.model.info, *([parts.draft.info] if parts.draft is not None else [])]
         info = parts.model.info
         pipe.send(
@@ -136,11 +139,24 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
         )
         ready.set_result(runner)
         gc.freeze()  # what has been loaded stays; no collection has to look at it again
-        runner.run()
+        try:
+            runner.run()
+        finally:
+            if sessions is not None:
+                sessions.close()
     finally:
         parts.model.close()
         if parts.draft is not None:
             parts.draft.close()
+
+
+def _sessions(parts: Parts, load: Load) -> SessionStore | None:
+    """Where K/V of conversations are kept; None: nowhere. Only a model whose file is known by its digest has a place there."""
+    info = parts.model.info
+    if not load.session_dir or not load.session_bytes or not load.digest or not info.kv_bytes_per_block or info.state_bytes:
+        return None
+    root = root_key(load.digest, load.kv_cache_type, info.kv_bytes_per_block, info.n_ctx_train)
+    return SessionStore(Path(load.session_dir), root, BLOCK_TOKENS, load.session_bytes)
 
 
 def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
@@ -212,7 +228,9 @@ def _request_id(message: Load | Generate | Embed | Rank | Render | Tokenize | De
 class Runner:
     """The loop around an engine. `run` returns on Shutdown and when the daemon is gone."""
 
-    def __init__(self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int, n_slots: int = 0) -> None:
+    def __init__(
+        self, pipe: Pipe, parts: Parts, n_blocks: int, max_queue: int, n_slots: int = 0, sessions: SessionStore | None = None
+    ) -> None:
         self._pipe = pipe
         drafter = Drafter(parts.draft, n_blocks, parts.model.info.n_vocab) if parts.draft is not None else None
         self.engine = Engine(
@@ -223,8 +241,9 @@ class Runner:
             say=lambda ids: repr(self._intake.text(ids)),
             max_waiting=max_queue,
             drafter=drafter,
+            sessions=sessions,
         )
-        self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters)
+        self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, keeps_sessions=sessions is not None)
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
         self._inbox: queue.SimpleQueue[Job | Batch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 

@@ -130,7 +130,8 @@ class Scheduler:
             if seq.phase is Phase.RUNNING:
                 self._plan_token(plan, seq)
         seconds = self._time_for(plan)
-        reading = sorted([s for s in self.running if not s.is_decoding] + self.waiting, key=_order)
+        waiting = [s for s in self.waiting if not s.held]
+        reading = sorted([s for s in self.running if not s.is_decoding] + waiting, key=_order)
         open_to_more = True
         for i, seq in enumerate(reading):
             if plan.rows >= self.max_rows:
@@ -154,9 +155,10 @@ class Scheduler:
 
     def _make_way(self, plan: Plan) -> None:
         """The first in the queue, when there is no room for it, takes the place of the last that runs with a lower priority."""
-        if not self.waiting or not self.running:
+        waiting = [s for s in self.waiting if not s.held]
+        if not waiting or not self.running:
             return
-        head, last = min(self.waiting, key=_order), max(self.running, key=_order)
+        head, last = min(waiting, key=_order), max(self.running, key=_order)
         if last.priority > head.priority and _order(last) > _order(head) and not self.has_room(head):
             self._preempt(plan, last)
 

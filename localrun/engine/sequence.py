@@ -66,6 +66,8 @@ class Sequence:
     branch: int = 0
     """A block boundary up to which the tree knew the tokens but had no snapshot: others have left the path behind it before."""
     n_rewound: int = 0
+    held: bool = False
+    """Waits for what is saved of it to be brought back; it is not scheduled before."""
     draft: list[int] = field(default_factory=list)
     """Guesses at the next tokens, to be checked in the next step."""
     n_prompt: int = 0

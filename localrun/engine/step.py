@@ -18,9 +18,11 @@ from localrun.engine.cost import CostModel
 from localrun.engine.drafting import Drafter, Wish
 from localrun.engine.jobs import Generation, Job
 from localrun.engine.parts import as_localrun_error
+from localrun.engine.restoring import Keeper
 from localrun.engine.scheduler import Plan, Scheduler, Slice
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
+from localrun.engine.sessions import SessionStore
 from localrun.engine.states import StateSlots
 from localrun.engine.vectors import Batch, Pooled
 from localrun.engine.window import Preparation, next_preparation, preparation_id
@@ -56,11 +58,13 @@ class Engine:
         max_waiting: int = 512,
         target_s: float = 0.2,
         drafter: Drafter | None = None,
+        sessions: SessionStore | None = None,
     ) -> None:
         self.model = model
         self.drafter = drafter
         states = StateSlots(n_slots, model.copy_state) if model.info.state_bytes else None
         self.cache = KVCache(n_blocks, BLOCK_TOKENS, model.copy_block, states)
+        self.keeper = None if sessions is None else Keeper(sessions, self.cache, model, clock)
         self.cost = CostModel(model.info.max_batch)
         self.scheduler = Scheduler(
             self.cache, self.cost, max_rows=model.info.max_batch, max_running=max_running, max_waiting=max_waiting, target_s=target_s
@@ -112,6 +116,8 @@ class Engine:
             self.adapters.release(job.seq.adapter)
             raise
         self._jobs[job.seq.request_id] = job
+        if self.keeper is not None and isinstance(job, Generation) and job.keeps:
+            self.keeper.begin(job.seq)
 
     def submit_batch(self, batch: Batch) -> None:
         """Queues the texts of a request. Raises as `submit`."""
@@ -170,12 +176,13 @@ class Engine:
             logits = self._forward(reading, spans)
             if logits is not None:
                 self._commit(self._sample(reading, logits))
-        elif not plan.slices and self._jobs and not plan.preempted:
+        elif not plan.slices and self._jobs and not plan.preempted and not any(seq.held for seq in self.scheduler.sequences):
             self._give_up()
 
     def check(self) -> None:
         """Raises AssertionError where blocks, tables and tree contradict each other."""
-        self.cache.check(self.scheduler.sequences)
+        shadows = [] if self.keeper is None else self.keeper.shadows
+        self.cache.check([*self.scheduler.sequences, *shadows])
         if self.drafter is not None:
             self.drafter.check()
 
@@ -185,6 +192,8 @@ class Engine:
             if seq.deadline is not None and seq.deadline <= now:
                 late = DeadlineExceeded(f"the request was not done within its deadline of {seq.deadline - seq.arrival:g} s")
                 self.fail(seq.request_id, late)
+        if self.keeper is not None and self.keeper.is_restoring:
+            self.keeper.restore(self.scheduler.target_s / 4 if self.scheduler.running else self.scheduler.target_s)
         self._draft()
         self._prepare_shifts(now)
         plan = self.scheduler.plan(now)
@@ -361,6 +370,8 @@ class Engine:
         for s in taken:
             job = self._job(s.seq)
             self.cache.publish(s.seq)
+            if self.keeper is not None:
+                self.keeper.save(s.seq)
             events = job.report(now)
             if job.done:
                 self._remove(job)
@@ -391,6 +402,8 @@ class Engine:
             self._remove(ahead)
         if not isinstance(job, Preparation):
             self.adapters.release(job.seq.adapter)
+        if self.keeper is not None:
+            self.keeper.end(job.seq)
         if self.drafter is not None:
             self.drafter.forget(job.seq.request_id)
         del self._jobs[job.seq.request_id]

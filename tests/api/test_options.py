@@ -101,6 +101,7 @@ def test_sampling_takes_what_is_its_own() -> None:
         "draft_num_predict",
         "draft",
         "draft_rule",
+        "session",
         "kv_cache_type",
         "adapter_scale",
     }

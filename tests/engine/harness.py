@@ -89,7 +89,9 @@ class Harness:
         self.outcomes: dict[str, Outcome] = {}
         self.events: list[FromRunner] = []
         self.engine = Engine(self.model, n_blocks, self._emit, n_slots=self.n_slots, clock=self.clock, say=self._say, **options)
-        self.intake = Intake(self.parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, self.clock)
+        self.intake = Intake(
+            self.parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, self.clock, keeps_sessions=self.engine.keeper is not None
+        )
         self.texts = TextIntake(self.parts, n_blocks * BLOCK_TOKENS)
         self._n = 0
 
