@@ -71,6 +71,7 @@ def plan_text(answer: Json) -> str:
     parts = [("weights", size(memory["weights"]) + packed)]
     parts += [("embedding", size(memory["embedding"]))] if memory["embedding"] else []
     parts += [(f"KV cache, {answer['kv_cache_type']}", size(memory["kv"]))]
+    parts += [("recurrent state", size(memory["state"]))] if memory.get("state") else []
     parts += [(name, size(memory[name])) for name in ("scratch", "tokenizer", "process")]
     parts += [("total", f"{size(memory['total'])} of {size(memory['available'])} that are free")]
     text += block(f"Memory for {who} with {answer['num_ctx']:,} tokens of context", parts)

@@ -13,15 +13,11 @@ from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.math import silu
 from localrun.kernels_cpu.simd import fma, load_f32x16, load_i64, splat_f32, store
 from localrun.kernels_cpu.slots import over_spans
+from localrun.kernels_cpu.state_sizes import CONV_CHANNELS
 
 f = numba.float32
 
-WIDE = 8
-
-
-def state_bytes(taps: int) -> int:
-    """Of one part."""
-    return WIDE * (taps - 1) * 64
+WIDE = CONV_CHANNELS // 16
 
 
 def short_conv(isa: Isa, taps: int, activated: int) -> Any:

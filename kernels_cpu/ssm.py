@@ -29,16 +29,12 @@ from localrun.kernels_cpu.simd import (
 )
 from localrun.kernels_cpu.slots import over_spans
 from localrun.kernels_cpu.softplus import softplus
+from localrun.kernels_cpu.state_sizes import SCAN_CHANNELS
 
 f = numba.float32
 
-WIDE = 4
+WIDE = SCAN_CHANNELS // 16
 """Vectors of 16 channels of a part of `selective_scan`."""
-
-
-def scan_bytes(n_state: int) -> int:
-    """State of one part of `selective_scan`."""
-    return WIDE * n_state * 64
 
 
 def selective_scan(isa: Isa) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localrun.kernels_cpu.state_sizes import CONV_CHANNELS, SCAN_CHANNELS, conv_bytes, scan_bytes
 from localrun.models.blocks import Attention, Decoder, Ffn, Shapes, attention_block, linear, normed
 from localrun.models.params import Keys
 
@@ -94,27 +95,24 @@ def short_conv(
 
     out: name of the buffer of the result; first, n: which of the weight's rows.
     """
-    from localrun.kernels_cpu import conv
-
     taps = w.gguf.tensors[f"{name}.weight"].shape[0]
     weights = w.values(f"{name}.weight").reshape(-1, taps)[first : None if n is None else first + n]
     y = r.row(out, x.width)
     vectors = -(-x.width // 16)
     args = [x.address, x.stride, y.address, y.stride, w.constant(lanes(weights)).address, bias.address if bias else 0, vectors]
     r.over_spans(
-        "conv", "short_conv", [taps, int(activated)], args, "conv", parts=-(-vectors // conv.WIDE), part_bytes=conv.state_bytes(taps)
-    )
+        "conv", "short_conv", [taps, int(activated)], args, "conv", parts=-(-x.width // CONV_CHANNELS),
+        part_bytes=conv_bytes(CONV_CHANNELS, taps - 1),
+    )  # fmt: skip
     return y
 
 
 def before(r: Recorder, x: Row, name: str) -> Row:
     """x of the token before (T, C), zero before the first."""
-    from localrun.kernels_cpu import conv
-
     y = r.row(name, x.width)
     vectors = -(-x.width // 16)
     args = [x.address, x.stride, y.address, y.stride, vectors]
-    r.over_spans("conv", "before", [], args, name, parts=-(-vectors // conv.WIDE), part_bytes=conv.WIDE * 64)
+    r.over_spans("conv", "before", [], args, name, parts=-(-x.width // CONV_CHANNELS), part_bytes=conv_bytes(CONV_CHANNELS, 1))
     return y
 
 
@@ -130,8 +128,6 @@ def lanes(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def mamba(r: Recorder, w: Weights, p: Decoder, s: StateSpace, blk: str, h: Activation) -> Activation:
     """Mamba (Gu and Dao 2023): h (T, width) -> (T, inner), ready for ssm_out."""
-    from localrun.kernels_cpu import ssm
-
     x = r.matmul(w.matrix(f"{blk}.ssm_in.weight", 0, s.inner), h, "ssm_x")
     z = r.matmul(w.matrix(f"{blk}.ssm_in.weight", s.inner, s.inner), h, "ssm_z", beside=True)
     x = short_conv(r, w, f"{blk}.ssm_conv1d", x, "conv_x", activated=True, bias=w.vector(f"{blk}.ssm_conv1d.bias"))
@@ -150,8 +146,8 @@ def mamba(r: Recorder, w: Weights, p: Decoder, s: StateSpace, blk: str, h: Activ
     vectors = -(-s.inner // 16)
     args = [*(word for row in (x, dt, b, c, z, y) for word in (row.address, row.stride)), a.address, w.vector(f"{blk}.ssm_d").address]
     r.over_spans(
-        "ssm", "selective_scan", [], [*args, s.n_state, vectors], "ssm_scan", parts=-(-vectors // ssm.WIDE),
-        part_bytes=ssm.scan_bytes(s.n_state),
+        "ssm", "selective_scan", [], [*args, s.n_state, vectors], "ssm_scan", parts=-(-s.inner // SCAN_CHANNELS),
+        part_bytes=scan_bytes(SCAN_CHANNELS, s.n_state),
     )  # fmt: skip
     return r.quantized(y, "ssm_y")
 

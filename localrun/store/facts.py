@@ -13,6 +13,7 @@ from typing import Any
 
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_cpu.sizes import PACKINGS, ROWS, room
+from localrun.kernels_cpu.state_sizes import conv_bytes, matrix_bytes, scan_bytes
 from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.registry import ARCHITECTURES
 from localrun.store.describe import parameter_count, quantization
@@ -47,6 +48,8 @@ class Facts:
     """That the model was trained for; 0: the file does not say."""
     kv: tuple[tuple[int, int, int, int], ...]
     """(layers, kv heads, values of a key, values of a value), one entry for each kind of layer."""
+    state_bytes: int = 0
+    """What recurrent layers remember of one sequence, however long."""
     unsupported: str = ""
     """Why this program cannot run it, as far as the header tells; empty when nothing speaks against it."""
 
@@ -87,6 +90,7 @@ def facts_of(gguf: GGUFFile) -> Facts:
         merges=_length(gguf, "tokenizer.ggml.merges"),
         context_length=_count(gguf, "context_length"),
         kv=_kv(gguf),
+        state_bytes=_state(gguf),
         unsupported=_unsupported(gguf),
     )
 
@@ -122,10 +126,42 @@ def _layers(gguf: GGUFFile) -> Iterator[tuple[int, int, int, int]]:
     n_layers = _count(gguf, "block_count")
     for i in range(min(n_layers, 10_000)):
         n, n_kv = (each[i] if isinstance(each, list) and i < len(each) else each for each in (heads, kv_heads))
-        if type(n) is not int or type(n_kv) is not int or n <= 0 or n_kv <= 0:
+        if type(n) is not int or type(n_kv) is not int or n <= 0 or n_kv <= 0 or not _attends(gguf, i):
             continue
         dim = _count(gguf, "attention.key_length") or _count(gguf, "embedding_length") // n
         yield n_kv, dim, _count(gguf, "attention.value_length") or _count(gguf, "embedding_length") // n, n
+
+
+def _attends(gguf: GGUFFile, layer: int) -> bool:
+    """Whether a layer attends, where layers may be of other kinds: recurrent, or a feed-forward part alone."""
+
+    def has(*names: str) -> bool:
+        return any(f"blk.{layer}.{name}.weight" in gguf.tensors for name in names)
+
+    return has("attn_k") or not (has("ssm_conv1d", "shortconv.conv") or (has("ffn_up") and not has("attn_output", "attn_qkv", "ffn_norm")))
+
+
+def _state(gguf: GGUFFile) -> int:
+    """Bytes of a slot of recurrent state (kernels_cpu/slots.py)."""
+    width, inner, n_state = (_count(gguf, key) for key in ("embedding_length", "ssm.inner_size", "ssm.state_size"))
+    total = 0
+    for i in range(min(_count(gguf, "block_count"), 10_000)):
+        taps, channels = 0, 0
+        for name in ("ssm_conv1d.weight", "shortconv.conv.weight"):
+            if (conv := gguf.tensors.get(f"blk.{i}.{name}")) is not None and len(conv.shape) > 1:
+                taps, channels = conv.shape[:2]
+        a = gguf.tensors.get(f"blk.{i}.ssm_a")
+        if f"blk.{i}.ssm_x.weight" in gguf.tensors:
+            total += scan_bytes(inner, n_state)
+        elif a is not None:
+            total += matrix_bytes(inner, n_state)
+        if a is not None and f"blk.{i}.ssm_in.weight" in gguf.tensors and channels > inner:
+            total += conv_bytes(inner, taps - 1)  # Mamba 2's x, then B and C
+            channels -= inner
+        total += conv_bytes(channels, taps - 1) if taps else 0
+        if f"blk.{i}.time_mix_key.weight" in gguf.tensors:
+            total += matrix_bytes(width, _count(gguf, "wkv.head_size")) + 2 * conv_bytes(width, 1)
+    return total
 
 
 def _kv(gguf: GGUFFile) -> tuple[tuple[int, int, int, int], ...]:

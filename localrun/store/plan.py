@@ -48,6 +48,8 @@ class Plan:
     """The table in the file, beside packed weights that hold it too."""
     kv: int
     """For `users` contexts of `num_ctx` tokens."""
+    state: int
+    """Of recurrent layers: two slots for each user, one for the sequence and one for a snapshot that the next turn starts from."""
     scratch: int
     tokenizer: int
     process: int
@@ -60,7 +62,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.embedding + self.kv + self.scratch + self.tokenizer + self.process
+        return self.weights + self.embedding + self.kv + self.state + self.scratch + self.tokenizer + self.process
 
     @property
     def fits(self) -> bool:
@@ -83,8 +85,8 @@ class Plan:
             "users": self.users,
             "kv_cache_type": self.kv_type,
             "memory": {
-                "weights": self.weights, "embedding": self.embedding, "kv": self.kv, "scratch": self.scratch, "tokenizer": self.tokenizer,
-                "process": self.process, "total": self.total, "available": self.available,
+                "weights": self.weights, "embedding": self.embedding, "kv": self.kv, "state": self.state, "scratch": self.scratch,
+                "tokenizer": self.tokenizer, "process": self.process, "total": self.total, "available": self.available,
             },
             "packed": self.packed,
             "kv_per_1000_tokens": self.kv_per_1000,
@@ -127,6 +129,7 @@ def plan(facts: Facts, *, available: int, num_ctx: int = 0, users: int = 1, kv_t
         weights=facts.packed_bytes if packed else facts.tensor_bytes,
         embedding=facts.mapped_bytes if packed else 0,
         kv=0,
+        state=2 * users * facts.state_bytes,
         scratch=facts.row_bytes * MAX_BATCH + LOGIT_ROWS * 4 * facts.vocabulary,
         tokenizer=BYTES_PER_TOKEN * facts.vocabulary + BYTES_PER_MERGE * facts.merges,
         process=PROCESS_BYTES,
@@ -138,7 +141,7 @@ def plan(facts: Facts, *, available: int, num_ctx: int = 0, users: int = 1, kv_t
     for name in KV_TYPES:
         if all(fits(name, dim, dim_v) for _, _, dim, dim_v in facts.kv):
             per_1000[name] = kv_bytes(facts, name, BLOCK) * 1000 // BLOCK
-    read = facts.read_bytes + kv_bytes(facts, kv_type, LEAST_CONTEXT)
+    read = facts.read_bytes + kv_bytes(facts, kv_type, LEAST_CONTEXT) + facts.state_bytes
     return replace(
         fixed,
         kv=users * kv_bytes(facts, kv_type, num_ctx),
@@ -158,6 +161,7 @@ def shortfall(facts: Facts, available: int, kv_type: str = "f16") -> str:
     parts = (
         ("weights", least.weights),
         (f"KV cache of {least.num_ctx} tokens", least.kv),
+        *([("recurrent state", least.state)] if least.state else []),
         ("scratch", least.scratch),
         ("tokenizer and process", least.tokenizer + least.process),
     )

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import conv, isa, slots, ssm
+from localrun.kernels_cpu import isa, slots
 from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.state_sizes import CONV_CHANNELS, SCAN_CHANNELS, conv_bytes, scan_bytes
 from localrun.models.program import float_bits
 from localrun.models.recurrent import lanes
 from tests.kernels_cpu import running
@@ -133,7 +134,7 @@ def convolution(rng: np.random.Generator) -> Case:
     bias[:150] = values(rng, 150)
     args: list[str | int] = ["x", "x.", "y", "y.", "w", "bias", 10]
     return Case(
-        KernelSpec("conv", "short_conv", (4, 1)), 2, conv.state_bytes(4), args, {"x": values(rng, TOKENS, 150)},
+        KernelSpec("conv", "short_conv", (4, 1)), 2, conv_bytes(CONV_CHANNELS, 3), args, {"x": values(rng, TOKENS, 150)},
         {"w": lanes(weights), "bias": bias}, expected, width=150,
     )  # fmt: skip
 
@@ -143,7 +144,7 @@ def token_before(rng: np.random.Generator) -> Case:
         return np.concatenate([np.zeros((1, 40)), case.r("x")[:-1]])
 
     args: list[str | int] = ["x", "x.", "y", "y.", 3]
-    return Case(KernelSpec("conv", "before"), 1, conv.WIDE * 64, args, {"x": values(rng, TOKENS, 40)}, {}, expected, width=40)
+    return Case(KernelSpec("conv", "before"), 1, conv_bytes(CONV_CHANNELS, 1), args, {"x": values(rng, TOKENS, 40)}, {}, expected, width=40)
 
 
 def scan(rng: np.random.Generator) -> Case:
@@ -163,7 +164,7 @@ def scan(rng: np.random.Generator) -> Case:
     rows = {name: values(rng, TOKENS, channels) for name in ("x", "dt", "z")} | {name: values(rng, TOKENS, n) for name in ("b", "c")}
     args: list[str | int] = ["x", "x.", "dt", "dt.", "b", "b.", "c", "c.", "z", "z.", "y", "y.", "a", "d", n, 5]
     constants = {"a": lanes(a), "d": np.pad(values(rng, channels), (0, 8))}
-    return Case(KernelSpec("ssm", "selective_scan"), 2, ssm.scan_bytes(n), args, rows, constants, expected, width=channels)
+    return Case(KernelSpec("ssm", "selective_scan"), 2, scan_bytes(SCAN_CHANNELS, n), args, rows, constants, expected, width=channels)
 
 
 def head_scan(rng: np.random.Generator) -> Case:
@@ -226,8 +227,9 @@ def delta(rng: np.random.Generator, joint: bool) -> Case:
 
 def normed(y: Doubles, weight: Doubles, bias: Doubles, eps: float) -> Doubles:
     """Layer norm over the last axis."""
-    centred = y - y.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps) * weight + bias
+    centred: Doubles = y - y.mean(axis=-1, keepdims=True)
+    result: Doubles = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps) * weight + bias
+    return result
 
 
 def finch(rng: np.random.Generator) -> Case:

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localrun.kernels_cpu.sizes import layer_block_bytes
+from localrun.models.gguf import open_gguf
 from localrun.models.load import load_model
 from localrun.models.model import LoadOptions, Model, Span
+from localrun.store.facts import facts_of
 
 TOKENS = np.array([(7 * i + 3) % 250 for i in range(40)], np.int32)
 TABLE = np.arange(4, dtype=np.int32)
@@ -18,7 +21,10 @@ NONE = np.zeros(0, np.int32)
 LAST = np.zeros(1, np.int32)
 
 
-@pytest.fixture(params=["mamba", "mamba2", "falcon-h1", "lfm2", "qwen35", "rwkv6", "rwkv7"])
+KINDS = ["mamba", "mamba2", "falcon-h1", "lfm2", "qwen35", "qwen3next", "nemotron_h", "granitehybrid", "jamba", "rwkv6", "rwkv7"]
+
+
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest, shared: Path) -> Iterator[Model]:
     options = LoadOptions(n_threads=2, max_batch=64, kv_type="f32", cache_dir=os.environ["LOCALRUN_CACHE"])
     model = load_model(shared / "arch" / request.param / "f32.gguf", options)
@@ -31,6 +37,16 @@ def model(request: pytest.FixtureRequest, shared: Path) -> Iterator[Model]:
 def after(model: Model, slot: int, n: int) -> np.ndarray:
     """Logits after token n, of a sequence whose slot is after n tokens; the slot is then one token on."""
     return model.forward([Span(TOKENS[n : n + 1], n, TABLE, LAST, state=slot)]).copy()
+
+
+def test_the_header_alone_says_how_large_a_slot_is(model: Model, shared: Path) -> None:
+    for path in sorted((shared / "arch").glob("*/f32.gguf")):
+        with open_gguf(path) as gguf:
+            facts = facts_of(gguf)
+            if facts.architecture == model.info.architecture:
+                assert facts.state_bytes == model.info.state_bytes
+                kv = sum(n * layer_block_bytes(n_kv, dim, dim_v, "f32") for n, n_kv, dim, dim_v in facts.kv)
+                assert kv == model.info.kv_bytes_per_block
 
 
 def test_snapshots_are_the_states_on_the_way(model: Model) -> None:
