@@ -152,6 +152,10 @@ class Generate(Struct, tag="generate", kw_only=True):
     """Most tokens guessed ahead, from the text's own past or by the draft model. Below 0: as many as pay, by measurement; 0: none."""
     session: bool = False
     """Whether the conversation's K/V are kept on disk, and taken from there: a chat goes on after a restart without being read again."""
+    num_beams: int = 1
+    """Above 1: beam search with so many beginnings at a time; sampling options have no part in it."""
+    length_penalty: float = 1.0
+    """Of beam search: answers are compared by log-probability / length ** length_penalty."""
     draft_rule: DraftRule = "exact"
     """When a guess is kept. "exact": when it is the token that would have come without guesses, so that they never change the answer;
     "ratio": the textbook rule, after which answers are distributed alike without being the same."""

@@ -136,6 +136,8 @@ def _shared(body: Inference, model: ModelDefaults) -> dict[str, Any]:
         "draft_num_predict": options.get("draft_num_predict", -1),
         "draft_rule": options.get("draft_rule", "exact"),
         "session": options.get("session", False),
+        "num_beams": options.get("num_beams", 1),
+        "length_penalty": options.get("length_penalty", 1.0),
         **adapters(options, model),
         "overflow": overflow_of(body),
         "thinking_budget": -1 if body.thinking_budget is None else body.thinking_budget,

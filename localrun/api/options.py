@@ -79,6 +79,16 @@ OPTIONS: dict[str, Option] = {
     "draft": Option(
         "string", "honoured", "A smaller model here, with the same vocabulary, that guesses ahead; another than it runs with loads it anew."
     ),
+    "num_beams": Option(
+        "integer",
+        "honoured",
+        "Above 1: beam search with so many beginnings at a time, for the likeliest answer; sampling options have no part in it.",
+        low=1,
+        high=32,
+    ),
+    "length_penalty": Option(
+        "float", "honoured", "Of beam search: answers are compared by log-probability / length ** length_penalty; more favours long ones."
+    ),
     "session": Option(
         "boolean", "honoured", "Keep the conversation's K/V on disk and take them from there: after a restart it is not read again."
     ),

@@ -67,6 +67,8 @@ def response_request(body: ResponsesBody, model: ModelDefaults, request_id: str)
         draft_num_predict=options.get("draft_num_predict", -1),
         draft_rule=options.get("draft_rule", "exact"),
         session=options.get("session", False),
+        num_beams=options.get("num_beams", 1),
+        length_penalty=options.get("length_penalty", 1.0),
         **adapters(options, model),
         num_ctx=options["num_ctx"],
         overflow=_overflow(body),

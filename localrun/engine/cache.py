@@ -129,6 +129,13 @@ class KVCache:
         else:
             self.states.attach(*where, slot)
 
+    def fork(self, seq: Sequence, copy: Sequence) -> None:
+        """`copy`, which says the same and has no blocks, shares all of the sequence's."""
+        for block in seq.blocks:
+            self.pool.retain(block)
+        copy.blocks = list(seq.blocks)
+        copy.computed, copy.in_tree, copy.tree_cursor = seq.computed, seq.in_tree, seq.tree_cursor
+
     def rewind(self, seq: Sequence, n_tokens: int) -> None:
         """The sequence goes on from its first n_tokens: what follows is computed anew. With recurrent state, which cannot be taken back,
         it is computed anew from the latest snapshot.

@@ -13,6 +13,7 @@ import msgspec
 
 from localrun.engine.answer import Answer
 from localrun.engine.bans import BannedStrings
+from localrun.engine.beams import BeamSearch
 from localrun.engine.draws import draw_seed
 from localrun.engine.jobs import Evaluation, Generation
 from localrun.engine.parts import Parts
@@ -46,6 +47,7 @@ _LEVELS = {"minimal": 128, "low": 512, "medium": 2048, "high": 8192}
 """Tokens of thinking at each level, for templates that do not tell the model of levels; "max": no bound."""
 _MOST_STRINGS = 64
 _MOST_DRAFTED = 24
+MOST_BEAMS = 32
 _CONTEXTS = 10
 """An answer that may shift its context and has no other bound ends after this many contexts, as Ollama's does."""
 
@@ -121,6 +123,44 @@ class Intake:
         )
         self._take_adapters(seq, request)
         return job
+
+    def search(self, request: Generate) -> BeamSearch:
+        """As `generation`, of a request with num_beams above 1."""
+        if not 1 <= request.num_beams <= MOST_BEAMS:
+            raise BadRequest(f"num_beams must be from 1 to {MOST_BEAMS}, it is {request.num_beams}", param="num_beams")
+        if not math.isfinite(request.length_penalty):
+            raise BadRequest(f"length_penalty must be a number, it is {request.length_penalty:g}", param="length_penalty")
+        excluded = {
+            "format": request.format not in (None, ""),
+            "logprobs": request.logprobs is not None,
+            "banned_strings": bool(request.sampling.banned_strings),
+            "session": request.session,
+            f'overflow "{request.overflow}"': request.overflow in ("shift", "sinks"),
+        }
+        job = self.generation(request)
+        excluded["a required tool call or a bound on thinking"] = job.constraint is not None
+        asked = [name for name, is_asked in excluded.items() if is_asked]
+        if asked:
+            self._adapters.release(job.seq.adapter)
+            raise Unsupported(f"num_beams: beam search cannot be combined with {' and '.join(asked)}", param="num_beams")
+        stops = _checked_strings(request.stop, "stop")
+        tail = max((len(stop.encode()) for stop in stops), default=0) + 4
+
+        def ends(tokens: list[int]) -> bool:
+            text = self.text(tokens[-tail:]) if stops else ""
+            return any(stop in text for stop in stops)
+
+        return BeamSearch(
+            job.seq,
+            request.num_beams,
+            request.length_penalty,
+            job.answer,
+            self._tokenizer.eog_ids,
+            job.max_tokens,
+            ends,
+            job.dropped_messages,
+            job.dropped_tokens,
+        )
 
     def _take_adapters(self, seq: Sequence, request: Generate | Evaluate) -> None:
         """The last thing: from here on the job has something to give back."""

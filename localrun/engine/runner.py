@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from localrun import messages
+from localrun.engine.beams import BeamSearch
 from localrun.engine.drafting import Drafter
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
@@ -245,7 +246,7 @@ class Runner:
         )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, keeps_sessions=sessions is not None)
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
-        self._inbox: queue.SimpleQueue[Job | Batch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Raises DaemonGone when an event cannot be sent."""
@@ -268,11 +269,13 @@ class Runner:
             else:
                 self._submit(message)
 
-    def _submit(self, work: Job | Batch) -> None:
-        request_id = work.request_id if isinstance(work, Batch) else work.seq.request_id
+    def _submit(self, work: Job | Batch | BeamSearch) -> None:
+        request_id = work.request_id if isinstance(work, Batch | BeamSearch) else work.seq.request_id
         try:
             if isinstance(work, Batch):
                 self.engine.submit_batch(work)
+            elif isinstance(work, BeamSearch):
+                self.engine.submit_search(work)
             else:
                 self.engine.submit(work)
         except LocalrunError as error:
@@ -298,7 +301,8 @@ class Runner:
         """The answer, or None when it will come from the engine."""
         match message:
             case Generate():
-                self._inbox.put(self._intake.generation(message))
+                many = message.num_beams != 1 and message.max_tokens != 0
+                self._inbox.put(self._intake.search(message) if many else self._intake.generation(message))
             case Evaluate():
                 self._inbox.put(self._intake.evaluation(message))
             case Embed():

@@ -114,6 +114,15 @@ class Scheduler:
         seq.phase = Phase.WAITING
         self.waiting.append(seq)
 
+    def fork(self, seq: Sequence, copy: Sequence) -> None:
+        """Adds a copy of a sequence: it runs beside it with the same blocks, or, where no place is free, is read again later."""
+        if seq.phase is Phase.RUNNING and len(self.running) < self.max_running and self.cache.states is None:
+            self.cache.fork(seq, copy)
+            copy.phase = Phase.RUNNING
+            self.running.append(copy)
+        else:
+            self.add(copy, accepted=True)
+
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, done or cancelled, and its blocks from it."""
         if seq.finished:
@@ -131,7 +140,7 @@ class Scheduler:
                 self._plan_token(plan, seq)
         seconds = self._time_for(plan)
         waiting = [s for s in self.waiting if not s.held]
-        reading = sorted([s for s in self.running if not s.is_decoding] + waiting, key=_order)
+        reading = sorted([s for s in self.running if s.pending and not s.is_decoding] + waiting, key=_order)
         open_to_more = True
         for i, seq in enumerate(reading):
             if plan.rows >= self.max_rows:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from localrun.engine.adapters import AdapterShelf
+from localrun.engine.beams import Beam, BeamSearch, fork_of
 from localrun.engine.cache import KVCache
 from localrun.engine.cost import CostModel
 from localrun.engine.drafting import Drafter, Wish
@@ -75,6 +76,7 @@ class Engine:
         self._say = say
         self._jobs: dict[str, Job] = {}
         self._batches: dict[str, Batch] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._preemptions = self._passes = self._rows = 0
         self._busy_s = 0.0
         self._near_misses: deque[str] = deque(maxlen=_NEAR_MISSES)
@@ -128,6 +130,38 @@ class Engine:
         self._feed(batch, accepted=False)
         self._batches[batch.request_id] = batch
 
+    def submit_search(self, search: BeamSearch) -> None:
+        """Queues a beam search. Raises as `submit`."""
+        self.submit(search.beams[0])
+        self._searches[search.request_id] = search
+
+    def _take_turns(self, taken: list[Slice]) -> None:
+        """Lets beam searches go on all of whose beams have had their pass."""
+        jobs = [self._job(s.seq) for s in taken if s.seq.request_id in self._jobs]
+        for search in {job.search.request_id: job.search for job in jobs if isinstance(job, Beam)}.values():
+            if not search.ready:
+                continue
+            now = self._clock()
+            turn = search.turn(now)
+            copies = [fork_of(beam.seq, search.new_name()) for beam, _, _ in turn.forks]
+            for (beam, _, _), copy in zip(turn.forks, copies, strict=True):
+                self.scheduler.fork(beam.seq, copy)
+            for beam in turn.dropped:
+                self._remove(beam)
+            for beam in search.follow(turn, copies):
+                self._jobs[beam.seq.request_id] = beam
+                self._reported.add(beam.seq.request_id)
+            if not search.beams:
+                self._end_search(search)
+                for event in search.result(now):
+                    self._emit(event)
+
+    def _end_search(self, search: BeamSearch) -> None:
+        del self._searches[search.request_id]
+        for beam in search.beams:
+            self._remove(beam)
+        self.adapters.release(search.adapter)
+
     def _feed(self, batch: Batch, *, accepted: bool) -> None:
         for job in batch.next_jobs(self._clock()):
             self.scheduler.add(job.seq, accepted=accepted)
@@ -135,7 +169,7 @@ class Engine:
             accepted = True
 
     def _check_free(self, request_id: str) -> None:
-        if request_id in self._jobs or request_id in self._batches:
+        if request_id in self._jobs or request_id in self._batches or request_id in self._searches:
             raise LocalrunError(f"request id {request_id!r} is in use")
 
     def cancel(self, request_id: str) -> None:
@@ -144,6 +178,11 @@ class Engine:
             batch = self._batches[request_id]
             self._remove_batch(batch)
             self._emit(batch.cancelled())
+        elif request_id in self._searches:
+            search = self._searches[request_id]
+            event = search.cancelled(self._clock())
+            self._end_search(search)
+            self._emit(event)
         elif request_id in self._jobs:
             job = self._jobs[request_id]
             self._remove(job)
@@ -157,7 +196,10 @@ class Engine:
         if isinstance(job, Preparation):
             self._remove(job)  # it is read when it is needed
             return
-        if isinstance(job, Pooled):
+        if isinstance(job, Beam):
+            request_id = job.search.request_id
+            self._end_search(job.search)
+        elif isinstance(job, Pooled):
             request_id = job.batch.request_id
             self._remove_batch(job.batch)
         else:
@@ -357,7 +399,7 @@ class Engine:
             try:
                 job = self._job(s.seq)
                 s.seq.computed += job.take(rows, s.draft)
-                if s.seq.computed >= len(s.seq.tokens) and not job.done:
+                if s.seq.computed >= len(s.seq.tokens) and not job.done and not isinstance(job, Beam):
                     self.cache.rewind(s.seq, len(s.seq.tokens) - 1)
             except Exception as error:
                 self.fail(s.seq.request_id, as_localrun_error(error, f"request {s.seq.request_id}"))
@@ -381,6 +423,7 @@ class Engine:
                 job.shifted()
             for event in events:
                 self._emit(event)
+        self._take_turns(taken)
 
     def _give_up(self) -> None:
         """A scheduler that finds nothing to do would turn in circles for ever: that is a defect, and nobody shall wait for it."""
@@ -400,7 +443,7 @@ class Engine:
         self.scheduler.finish(job.seq)
         if isinstance(job, Generation) and (ahead := self._jobs.get(preparation_id(job.seq.request_id))) is not None:
             self._remove(ahead)
-        if not isinstance(job, Preparation):
+        if not isinstance(job, Preparation | Beam):
             self.adapters.release(job.seq.adapter)
         if self.keeper is not None:
             self.keeper.end(job.seq)

@@ -16,7 +16,8 @@ Kind = Literal["int", "float", "bool", "string", "strings"]
 KINDS: dict[str, Kind] = {
     "num_ctx": "int", "num_batch": "int", "num_gpu": "int", "main_gpu": "int", "use_mmap": "bool", "num_thread": "int",
     "num_keep": "int", "num_predict": "int", "draft_num_predict": "int", "draft": "string",
-    "draft_rule": "string", "session": "bool", "kv_cache_type": "string", "seed": "int", "stop": "strings",
+    "draft_rule": "string", "session": "bool", "num_beams": "int",
+    "length_penalty": "float", "kv_cache_type": "string", "seed": "int", "stop": "strings",
     "temperature": "float", "top_k": "int", "top_p": "float", "min_p": "float", "typical_p": "float",
     "repeat_last_n": "int", "repeat_penalty": "float", "presence_penalty": "float", "frequency_penalty": "float",
     "top_n_sigma": "float", "xtc_probability": "float", "xtc_threshold": "float", "mirostat": "int", "mirostat_tau": "float",

@@ -102,6 +102,8 @@ def test_sampling_takes_what_is_its_own() -> None:
         "draft",
         "draft_rule",
         "session",
+        "num_beams",
+        "length_penalty",
         "kv_cache_type",
         "adapter_scale",
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from localrun.engine.beams import BeamSearch
 from localrun.engine.drafting import Drafter
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
@@ -135,6 +136,11 @@ class Harness:
         batch = self.texts.embedding(request) if isinstance(request, Embed) else self.texts.ranking(request)
         outcome = self.outcomes[request.request_id] = Outcome()
         self.engine.submit_batch(batch)
+        return outcome
+
+    def add_search(self, search: BeamSearch) -> Outcome:
+        outcome = self.outcomes[search.request_id] = Outcome()
+        self.engine.submit_search(search)
         return outcome
 
     def ask(self, prompt: str | list[int], **fields: Any) -> Outcome:

@@ -18,7 +18,7 @@ from localrun.errors import BadRequest, Unsupported
 from localrun.messages import Sampling
 from localrun.text.tokenizer import Tokenizer
 from tests.engine import oracle
-from tests.engine.harness import Harness
+from tests.engine.harness import Harness, Outcome
 from tests.fakes import BOS, FakeClock, FakeModel, FakeTokenizer
 
 
@@ -102,7 +102,7 @@ def test_never_another_answer(
     model = FakeModel(clock=clock, cost=memory_bound, max_batch=max_batch)
     draft = SmallerModel(agreement, clock=clock, cost=small, max_batch=max_batch)
     harness = Harness(model, n_blocks, clock=clock, draft=draft, draft_blocks=draft_blocks)
-    outcomes = {}
+    outcomes: dict[int, tuple[list[int], Outcome]] = {}
     for step in range(21):
         for prompt, at in prompts:
             if at == step:

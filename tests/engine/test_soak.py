@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from localrun.errors import Busy
-from localrun.messages import Evaluate
+from localrun.messages import Evaluate, Generate
 from tests.engine.harness import Harness
 from tests.fakes import BOS, FakeClock, FakeModel
 
@@ -53,6 +53,9 @@ def test_five_hundred_mixed_requests() -> None:
             try:
                 if rng.random() < 0.05:
                     harness.add_job(harness.intake.evaluation(Evaluate(request_id=request_id, tokens=prompt)))
+                elif rng.random() < 0.05:
+                    request = Generate(request_id=request_id, prompt_tokens=prompt, num_beams=rng.randint(2, 6), max_tokens=rng.randint(1, 20))
+                    harness.add_search(harness.intake.search(request))
                 else:
                     fields = {"max_tokens": rng.randint(1, 80), "seed": rng.randint(0, 9), **some_options(rng)}
                     harness.ask(prompt, request_id=request_id, **fields)
