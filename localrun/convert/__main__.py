@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("type", nargs="?", default="")
     parser.add_argument("--title", default="")
     parser.add_argument("--adapter-for", type=Path)
+    parser.add_argument("--imatrix", type=Path)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -35,8 +36,13 @@ def main() -> int:
             convert_adapter(options.folder, options.adapter_for, options.target, n_threads=n_threads, told=reporter.told)
             return
         from localrun.convert.write import convert
+        from localrun.quantize.importance import read_importance
 
-        notes = convert(options.folder, options.target, options.type, n_threads=n_threads, title=options.title, told=reporter.told)
+        importance = read_importance(options.imatrix) if options.imatrix else None
+        notes = convert(
+            options.folder, options.target, options.type, n_threads=n_threads, title=options.title, importance=importance,
+            told=reporter.told,
+        )  # fmt: skip
         for note in notes:
             reporter.note(note)
 

@@ -21,21 +21,25 @@ from localrun.models.gguf_write import OutTensor
 from localrun.models.params import Keys
 from localrun.models.registry import ARCHITECTURES, family_of
 from localrun.quantize import mixes
+from localrun.quantize.importance import Importance
 from localrun.quantize.output import PIECE, Job, Told, encode, write_file
 
 
 def convert(
-    folder: Path, target: Path, name: str = "", *, n_threads: int, title: str = "", told: Told = lambda done, total: None
-) -> list[str]:
+    folder: Path, target: Path, name: str = "", *, n_threads: int, title: str = "", importance: Importance | None = None,
+    told: Told = lambda done, total: None,
+) -> list[str]:  # fmt: skip
     """Writes the checkpoint in `folder` as a GGUF file of type `name` ("Q4_K_M") to `target`, which appears when it is whole.
 
-    name: empty takes 16 bits, BF16 where the checkpoint's matrices are BF16 and F16 otherwise. title: general.name. Returns what a person
-    should know. Raises ModelFileError (the checkpoint is of a family that is not supported, damaged, or incomplete), ValueError (the type;
-    weights that are no finite numbers), OSError.
+    name: empty takes 16 bits, BF16 where the checkpoint's matrices are BF16 and F16 otherwise. title: general.name. importance: which
+    columns count how much. Returns what a person should know.
+
+    Raises ModelFileError (the checkpoint is of a family that is not supported, damaged, or incomplete), ValueError (the type; weights that
+    are no finite numbers; an importance matrix of another model), OSError.
     """
     with open_checkpoint(folder, title) as checkpoint:
         chosen = mixes.file_type(name) if name else _sixteen_bits(checkpoint)
-        _write(checkpoint, target, chosen, n_threads, told)
+        _write(checkpoint, target, chosen, importance, n_threads, told)
         notes = checkpoint.plan.notes
     try:
         _check(target)
@@ -50,7 +54,7 @@ def _sixteen_bits(checkpoint: Checkpoint) -> str:
     return "BF16" if kinds.count("BF16") * 2 > len(kinds) else "F16"
 
 
-def _write(checkpoint: Checkpoint, target: Path, name: str, n_threads: int, told: Told) -> None:
+def _write(checkpoint: Checkpoint, target: Path, name: str, importance: Importance | None, n_threads: int, told: Told) -> None:
     plan, tensors = checkpoint.plan, checkpoint.tensors
     values = {key: value for key, (_, value) in plan.keys.items()}
     kinds = {key: kind for key, (kind, _) in plan.keys.items()}
@@ -62,7 +66,15 @@ def _write(checkpoint: Checkpoint, target: Path, name: str, n_threads: int, told
     for one in plan.tensors:
         shape = shape_of(one, tensors)
         out.append(OutTensor(one.name, shape, mixes.type_of(one.name, shape, BY_NAME["F32"], name, model).id))
-    write_file(target, values, kinds, out, lambda tensor: jobs(names[tensor.name], tensor, tensors), n_threads=n_threads, told=told)
+    if importance is not None:
+        importance = importance.fitted({tensor.name: tensor.shape for tensor in out})
+        values |= {"quantize.imatrix.file": importance.name, "quantize.imatrix.entries_count": len(importance.columns)}
+        kinds |= {"quantize.imatrix.file": "string", "quantize.imatrix.entries_count": "int32"}
+
+    def pieces(tensor: OutTensor) -> Iterator[Job]:
+        return jobs(names[tensor.name], tensor, tensors, importance.of(tensor.name, 0) if importance else None)
+
+    write_file(target, values, kinds, out, pieces, n_threads=n_threads, told=told)
 
 
 def shape_of(one: Copied | Made, tensors: Safetensors) -> tuple[int, ...]:
@@ -78,8 +90,8 @@ def shape_of(one: Copied | Made, tensors: Safetensors) -> tuple[int, ...]:
     return tuple(reversed(shape))
 
 
-def jobs(one: Copied | Made, out: OutTensor, tensors: Safetensors) -> Iterator[Job]:
-    """The pieces of the tensor `one`, which becomes `out`. Raises ModelFileError."""
+def jobs(one: Copied | Made, out: OutTensor, tensors: Safetensors, weights: NDArray[np.float32] | None = None) -> Iterator[Job]:
+    """The pieces of the tensor `one`, which becomes `out`. weights: of its columns. Raises ModelFileError."""
     target = FORMATS[out.type]
     if isinstance(one, Made):
         values = one.values
@@ -95,19 +107,22 @@ def jobs(one: Copied | Made, out: OutTensor, tensors: Safetensors) -> Iterator[J
     step = max(1, PIECE // out.shape[0])
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        yield _Piece(tensors, one, first, count, order, target), count * out.shape[0]
+        yield _Piece(tensors, one, first, count, order, target, weights), count * out.shape[0]
 
 
 class _Piece:
     """Reads, changes and encodes some rows, in whatever thread calls it."""
 
-    def __init__(self, tensors: Safetensors, one: Copied, first: int, count: int, order: NDArray[np.int64] | None, target: Format) -> None:
-        self._what = tensors, one, first, count, order, target
+    def __init__(
+        self, tensors: Safetensors, one: Copied, first: int, count: int, order: NDArray[np.int64] | None, target: Format,
+        weights: NDArray[np.float32] | None,
+    ) -> None:  # fmt: skip
+        self._what = tensors, one, first, count, order, target, weights
 
     def __call__(self) -> bytes:
-        tensors, one, first, count, order, target = self._what
+        tensors, one, first, count, order, target, weights = self._what
         values = tensors.rows(one.source, first, count, order)
-        return encode(values + np.float32(one.plus) if one.plus else values, target, one.name)
+        return encode(values + np.float32(one.plus) if one.plus else values, target, one.name, weights)
 
 
 def pairs_of_halves(one: Copied, rows: int, length: int, tensors: Safetensors) -> NDArray[np.int64]:

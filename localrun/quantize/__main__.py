@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("type")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--requantize", action="store_true")
+    parser.add_argument("--imatrix", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     reporter = Reporter(options.json)
@@ -26,9 +27,12 @@ def main() -> int:
     def work(n_threads: int) -> None:
         # slow imports, after the arguments have been read
         from localrun.quantize.convert import quantize_file
+        from localrun.quantize.importance import read_importance
 
-        again: bool = options.requantize
-        quantize_file(options.source, options.target, options.type, n_threads=n_threads, again=again, told=reporter.told)
+        quantize_file(
+            options.source, options.target, options.type, n_threads=n_threads, again=options.requantize,
+            importance=read_importance(options.imatrix) if options.imatrix else None, told=reporter.told,
+        )  # fmt: skip
 
     return run(work, options.threads, options.target)
 

@@ -17,6 +17,7 @@ from localrun.quantize.fit import affine, put_half, rounded, symmetric
 
 _f = np.float32
 TRIES = 19
+EVEN = np.ones(32, np.float32)
 
 
 @numba.njit(nogil=True)
@@ -33,10 +34,10 @@ def _put_quants(q: NDArray[np.uint8], five: bool, out: NDArray[np.uint8], at: in
 
 
 @numba.njit(nogil=True)
-def _signed(x: NDArray[np.float32], half: int, size: int, out: NDArray[np.uint8]) -> None:
-    """Q4_0 (half 8) and Q5_0 (16). x: (blocks, 32); out: (blocks * size,)."""
+def _signed(x: NDArray[np.float32], w: NDArray[np.float32], half: int, size: int, out: NDArray[np.uint8]) -> None:
+    """Q4_0 (half 8) and Q5_0 (16). x: (blocks, 32); w: (k, 32), see fit.py; out: (blocks * size,)."""
     d = np.empty(len(x), np.float32)
-    symmetric(x, -half, half - 1, TRIES, d)
+    symmetric(x, w, -half, half - 1, TRIES, d)
     q = np.empty(32, np.uint8)
     low, high = _f(-half), _f(half - 1)
     for b in range(len(x)):
@@ -48,10 +49,10 @@ def _signed(x: NDArray[np.float32], half: int, size: int, out: NDArray[np.uint8]
 
 
 @numba.njit(nogil=True)
-def _with_minimum(x: NDArray[np.float32], top: int, size: int, out: NDArray[np.uint8]) -> None:
+def _with_minimum(x: NDArray[np.float32], w: NDArray[np.float32], top: int, size: int, out: NDArray[np.uint8]) -> None:
     """Q4_1 (top 15) and Q5_1 (31)."""
     d, m = np.empty(len(x), np.float32), np.empty(len(x), np.float32)
-    affine(x, top, False, TRIES, d, m)
+    affine(x, w, top, False, TRIES, d, m)
     q = np.empty(32, np.uint8)
     for b in range(len(x)):
         scale = put_half(out, b * size, d[b])
@@ -75,22 +76,24 @@ def _bytes(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
             out[b * 34 + 2 + i] = np.uint8(rounded(x[b, i] * inverse, _f(-127.0), _f(127.0)) & 255)
 
 
-def q4_0(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    """x: float32, whole blocks; out: uint8, of the right size. The same holds for all below."""
-    _signed(x.reshape(-1, 32), 8, 18, out)
+def q4_0(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    """x: float32, whole blocks; out: uint8, of the right size; w: float32 above 0, for each column of a row how much errors there
+    count. The same holds for all below."""
+    _signed(x.reshape(-1, 32), w.reshape(-1, 32), 8, 18, out)
 
 
-def q5_0(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _signed(x.reshape(-1, 32), 16, 22, out)
+def q5_0(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _signed(x.reshape(-1, 32), w.reshape(-1, 32), 16, 22, out)
 
 
-def q4_1(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _with_minimum(x.reshape(-1, 32), 15, 20, out)
+def q4_1(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _with_minimum(x.reshape(-1, 32), w.reshape(-1, 32), 15, 20, out)
 
 
-def q5_1(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _with_minimum(x.reshape(-1, 32), 31, 24, out)
+def q5_1(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _with_minimum(x.reshape(-1, 32), w.reshape(-1, 32), 31, 24, out)
 
 
-def q8_0(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
+def q8_0(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    """w changes nothing here."""
     _bytes(x.reshape(-1, 32), out)

@@ -5,7 +5,8 @@ the one with the smallest squared error is kept. 64 blocks lie side by side, so 
 the same order on every machine: the same file makes the same bytes everywhere.
 
 The method is the usual one for such formats (search over the step, then least squares for the rounding that it gives; see "Least squares
-quantization in PCM", Lloyd 1982). Errors are not weighted. Knows no layouts.
+quantization in PCM", Lloyd 1982). Errors are weighted by column, by how much the values that meet a weight matter (importance.py); without
+that, by 1. Knows no layouts.
 """
 
 from __future__ import annotations
@@ -27,21 +28,28 @@ _NIL = _f(0.0)
 
 
 @numba.njit(nogil=True)
-def affine(x: NDArray[np.float32], levels: int, below_zero: bool, tries: int, d: NDArray[np.float32], m: NDArray[np.float32]) -> None:
-    """x ~ d q + m with q in 0..levels. x: (blocks, n); d, m: (blocks,) results. below_zero: m is at most 0. tries: step widths."""
+def affine(
+    x: NDArray[np.float32], w: NDArray[np.float32], levels: int, below_zero: bool, tries: int, d: NDArray[np.float32],
+    m: NDArray[np.float32],
+) -> None:  # fmt: skip
+    """x ~ d q + m with q in 0..levels. x: (blocks, n); w: (k, n), above 0, block b's is w[b % k]; d, m: (blocks,) results. below_zero: m is
+    at most 0. tries: step widths."""
     blocks, n = x.shape
     y = np.empty((n, LANES), np.float32)
+    weight = np.empty((n, LANES), np.float32)
+    s_w = np.empty(LANES, np.float32)
     low = np.empty(LANES, np.float32)
     span = np.empty(LANES, np.float32)
     inverse = np.empty(LANES, np.float32)
     s_y, s_yy = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     s_q, s_qq, s_qy = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     best = np.empty(LANES, np.float32)
-    top, count = _f(levels), _f(n)
+    top = _f(levels)
     for first in range(0, blocks, LANES):
         width = min(LANES, blocks - first)
         for b in range(LANES):
             row = x[first + min(b, width - 1)]
+            parts = w[(first + min(b, width - 1)) % len(w)]
             least, most = row[0], row[0]
             for i in range(1, n):
                 least = min(least, row[i])
@@ -50,13 +58,15 @@ def affine(x: NDArray[np.float32], levels: int, below_zero: bool, tries: int, d:
                 least = min(least, _NIL)
             low[b], span[b] = least, most - least
             best[b] = _HUGE
-            total, squares = _NIL, _NIL
+            total, squares, count = _NIL, _NIL, _NIL
             for i in range(n):
                 value = row[i] - least
                 y[i, b] = value
-                total += value
-                squares += value * value
-            s_y[b], s_yy[b] = total, squares
+                weight[i, b] = parts[i]
+                count += parts[i]
+                total += parts[i] * value
+                squares += parts[i] * value * value
+            s_w[b], s_y[b], s_yy[b] = count, total, squares
         for step in range(tries):
             reach = top + _f(0.1) * _f(step) - _f(0.05) * _f(tries - 1)
             for b in range(LANES):
@@ -66,11 +76,12 @@ def affine(x: NDArray[np.float32], levels: int, below_zero: bool, tries: int, d:
                 for b in range(LANES):
                     q = (y[i, b] * inverse[b] + _ROUND) - _ROUND
                     q = q if q < top else top
-                    s_q[b] += q
-                    s_qq[b] += q * q
-                    s_qy[b] += q * y[i, b]
+                    part = weight[i, b] * q
+                    s_q[b] += part
+                    s_qq[b] += part * q
+                    s_qy[b] += part * y[i, b]
             for b in range(width):
-                scale, minimum, error = _solved(count, s_q[b], s_qq[b], s_qy[b], s_y[b], s_yy[b], low[b], below_zero)
+                scale, minimum, error = _solved(s_w[b], s_q[b], s_qq[b], s_qy[b], s_y[b], s_yy[b], low[b], below_zero)
                 if error < best[b]:
                     best[b] = error
                     d[first + b], m[first + b] = scale, minimum
@@ -81,7 +92,7 @@ def affine(x: NDArray[np.float32], levels: int, below_zero: bool, tries: int, d:
 
 @numba.njit(nogil=True)
 def _solved(n: Any, s_q: Any, s_qq: Any, s_qy: Any, s_y: Any, s_yy: Any, low: Any, below_zero: bool) -> Any:
-    """Scale, minimum and squared error of the best line through (q, y + low)."""
+    """Scale, minimum and squared error of the best line through (q, y + low). n and the sums: weighted, n the weights' own."""
     spread = n * s_qq - s_q * s_q
     if spread > _NIL:
         scale = (n * s_qy - s_q * s_y) / spread
@@ -97,10 +108,12 @@ def _solved(n: Any, s_q: Any, s_qq: Any, s_qy: Any, s_y: Any, s_yy: Any, low: An
 
 
 @numba.njit(nogil=True)
-def symmetric(x: NDArray[np.float32], least: int, most: int, tries: int, d: NDArray[np.float32]) -> None:
-    """x ~ d q with q in least..most, -least >= most. x: (blocks, n); d: (blocks,) result, of either sign. tries: step widths."""
+def symmetric(x: NDArray[np.float32], w: NDArray[np.float32], least: int, most: int, tries: int, d: NDArray[np.float32]) -> None:
+    """x ~ d q with q in least..most, -least >= most. x: (blocks, n); w: as for affine; d: (blocks,) result, of either sign. tries: step
+    widths."""
     blocks, n = x.shape
     y = np.empty((n, LANES), np.float32)
+    weight = np.empty((n, LANES), np.float32)
     extreme = np.empty(LANES, np.float32)
     inverse = np.empty(LANES, np.float32)
     s_qq, s_qy = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
@@ -110,9 +123,11 @@ def symmetric(x: NDArray[np.float32], least: int, most: int, tries: int, d: NDAr
         width = min(LANES, blocks - first)
         for b in range(LANES):
             row = x[first + min(b, width - 1)]
+            parts = w[(first + min(b, width - 1)) % len(w)]
             peak = row[0]
             for i in range(n):
                 y[i, b] = row[i]
+                weight[i, b] = parts[i]
                 if abs(row[i]) > abs(peak):
                     peak = row[i]
             extreme[b] = peak
@@ -130,8 +145,9 @@ def symmetric(x: NDArray[np.float32], least: int, most: int, tries: int, d: NDAr
                     q = (y[i, b] * inverse[b] + _ROUND) - _ROUND
                     q = q if q < high else high
                     q = q if q > low else low
-                    s_qq[b] += q * q
-                    s_qy[b] += q * y[i, b]
+                    part = weight[i, b] * q
+                    s_qq[b] += part * q
+                    s_qy[b] += part * y[i, b]
             for b in range(width):
                 if s_qq[b] > _NIL:
                     gain = s_qy[b] / s_qq[b] * s_qy[b]

@@ -23,6 +23,7 @@ _f = np.float32
 _ROUND = _f(12582912.0)
 _HUGE = _f(3e38)
 TRIES = 21
+EVEN = np.ones(256, np.float32)
 ROUNDS = 2
 """Of choosing a block's own numbers."""
 FINE_TRIES = 17
@@ -30,8 +31,8 @@ FINE_TRIES = 17
 
 
 @numba.njit(nogil=True)
-def _error(x: NDArray[np.float32], step: Any, low: Any, least: Any, most: Any, enough: Any) -> Any:
-    """Squared error of x ~ step q - low with the best q in least..most. Stops early when it is `enough`."""
+def _error(x: NDArray[np.float32], w: NDArray[np.float32], step: Any, low: Any, least: Any, most: Any, enough: Any) -> Any:
+    """Squared error, weighted, of x ~ step q - low with the best q in least..most. Stops early when it is `enough`."""
     inverse = _f(1.0) / step if step != 0 else _f(0.0)
     error = _f(0.0)
     for i in range(0, len(x), 8):
@@ -39,24 +40,24 @@ def _error(x: NDArray[np.float32], step: Any, low: Any, least: Any, most: Any, e
             q = ((x[k] + low) * inverse + _ROUND) - _ROUND
             q = min(max(q, least), most)
             rest = x[k] + low - step * q
-            error += rest * rest
+            error += w[k] * rest * rest
         if error >= enough:
             break
     return error
 
 
 @numba.njit(nogil=True)
-def _settled(x: NDArray[np.float32], d: Any, m: Any, scale: Any, minimum: Any, top: int, q_top: int) -> Any:
+def _settled(x: NDArray[np.float32], w: NDArray[np.float32], d: Any, m: Any, scale: Any, minimum: Any, top: int, q_top: int) -> Any:
     """Scale and minimum of one sub-block in units of `scale` and `minimum`, 0..top, and the squared error: the nearest ones or those
     beside them, whichever is best."""
     s = rounded(d / scale, _f(0.0), _f(top)) if scale > 0 else 0
     t = rounded(-m / minimum, _f(0.0), _f(top)) if minimum > 0 else 0
     best_s, best_t = s, t
-    best = _error(x, scale * _f(s), minimum * _f(t), _f(0.0), _f(q_top), _HUGE)
+    best = _error(x, w, scale * _f(s), minimum * _f(t), _f(0.0), _f(q_top), _HUGE)
     for one in range(max(0, s - 1), min(top, s + 1) + 1 if scale > 0 else 1):
         for two in range(max(0, t - 1), min(top, t + 1) + 1 if minimum > 0 else 1):
             if one != s or two != t:
-                error = _error(x, scale * _f(one), minimum * _f(two), _f(0.0), _f(q_top), best)
+                error = _error(x, w, scale * _f(one), minimum * _f(two), _f(0.0), _f(q_top), best)
                 if error < best:
                     best, best_s, best_t = error, one, two
     return best_s, best_t, best
@@ -64,13 +65,13 @@ def _settled(x: NDArray[np.float32], d: Any, m: Any, scale: Any, minimum: Any, t
 
 @numba.njit(nogil=True)
 def _levels(
-    x: NDArray[np.float32], d: NDArray[np.float32], m: NDArray[np.float32], n_sub: int, top: int, q_top: int, out: NDArray[np.uint8],
-    d_at: int, size: int, s: NDArray[np.uint8], t: NDArray[np.uint8], q: NDArray[np.uint8],
+    x: NDArray[np.float32], w: NDArray[np.float32], d: NDArray[np.float32], m: NDArray[np.float32], n_sub: int, top: int, q_top: int,
+    out: NDArray[np.uint8], d_at: int, size: int, s: NDArray[np.uint8], t: NDArray[np.uint8], q: NDArray[np.uint8],
 ) -> None:  # fmt: skip
     """Rounds the scales d and minima m of each block's sub-blocks to 0..top, writes d and dmin, and takes the quants.
 
-    x: (blocks, 256); d, m: (blocks * n_sub,); s, t: (blocks, n_sub) results; q: (blocks, 256) result. The two numbers of a block are first
-    chosen for its largest sub-blocks, then by least squares over all; what gives the smaller error is kept.
+    x: (blocks, 256); w: (k, 256), see fit.py; d, m: (blocks * n_sub,); s, t: (blocks, n_sub) results; q: (blocks, 256) result. The two
+    numbers of a block are first chosen for its largest sub-blocks, then by least squares over all; what gives the smaller error is kept.
     """
     width = 256 // n_sub
     pair = np.empty(4, np.uint8)
@@ -89,18 +90,19 @@ def _levels(
             aa, at, tt, ax, tx = 0.0, 0.0, 0.0, 0.0, 0.0
             for j in range(n_sub):
                 part = x[b, j * width : (j + 1) * width]
-                one, two, error = _settled(part, d[b * n_sub + j], m[b * n_sub + j], scale, minimum, top, q_top)
+                parts = w[b % len(w), j * width : (j + 1) * width]
+                one, two, error = _settled(part, parts, d[b * n_sub + j], m[b * n_sub + j], scale, minimum, top, q_top)
                 try_s[j], try_t[j] = one, two
                 total += error
                 step, low = scale * _f(one), minimum * _f(two)
                 inverse = _f(1.0) / step if step > 0 else _f(0.0)
                 for i in range(width):
                     a = float(one) * rounded((part[i] + low) * inverse, _f(0.0), _f(q_top))
-                    aa += a * a
-                    at += a * two
-                    ax += a * part[i]
-                    tx += two * part[i]
-                tt += width * two * two
+                    aa += parts[i] * a * a
+                    at += parts[i] * a * two
+                    ax += parts[i] * a * part[i]
+                    tx += parts[i] * two * part[i]
+                    tt += parts[i] * two * two
             if total >= best:
                 break
             best = total
@@ -131,13 +133,13 @@ def _put_6_bits(s: NDArray[np.uint8], t: NDArray[np.uint8], out: NDArray[np.uint
 
 
 @numba.njit(nogil=True)
-def _q4_k(x: NDArray[np.float32], five: bool, out: NDArray[np.uint8]) -> None:
+def _q4_k(x: NDArray[np.float32], w: NDArray[np.float32], five: bool, out: NDArray[np.uint8]) -> None:
     n = len(x)
     size, top = (176, 31) if five else (144, 15)
     d, m = np.empty(n * 8, np.float32), np.empty(n * 8, np.float32)
-    affine(x.reshape(n * 8, 32), top, True, FINE_TRIES if five else TRIES, d, m)
+    affine(x.reshape(n * 8, 32), w.reshape(len(w) * 8, 32), top, True, FINE_TRIES if five else TRIES, d, m)
     s, t, q = np.empty((n, 8), np.uint8), np.empty((n, 8), np.uint8), np.empty((n, 256), np.uint8)
-    _levels(x, d, m, 8, 63, top, out, 0, size, s, t, q)
+    _levels(x, w, d, m, 8, 63, top, out, 0, size, s, t, q)
     for b in range(n):
         at = b * size
         _put_6_bits(s[b], t[b], out, at + 4)
@@ -155,12 +157,12 @@ def _q4_k(x: NDArray[np.float32], five: bool, out: NDArray[np.uint8]) -> None:
 
 
 @numba.njit(nogil=True)
-def _q2_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
+def _q2_k(x: NDArray[np.float32], w: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
     n = len(x)
     d, m = np.empty(n * 16, np.float32), np.empty(n * 16, np.float32)
-    affine(x.reshape(n * 16, 16), 3, True, TRIES, d, m)
+    affine(x.reshape(n * 16, 16), w.reshape(len(w) * 16, 16), 3, True, TRIES, d, m)
     s, t, q = np.empty((n, 16), np.uint8), np.empty((n, 16), np.uint8), np.empty((n, 256), np.uint8)
-    _levels(x, d, m, 16, 15, 3, out, 80, 84, s, t, q)
+    _levels(x, w, d, m, 16, 15, 3, out, 80, 84, s, t, q)
     for b in range(n):
         at = b * 84
         for j in range(16):
@@ -175,8 +177,8 @@ def _q2_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
 
 @numba.njit(nogil=True)
 def _signed(
-    x: NDArray[np.float32], d: NDArray[np.float32], half_s: int, half_q: int, out: NDArray[np.uint8], d_at: int, size: int,
-    s: NDArray[np.int8], q: NDArray[np.uint8],
+    x: NDArray[np.float32], w: NDArray[np.float32], d: NDArray[np.float32], half_s: int, half_q: int, out: NDArray[np.uint8],
+    d_at: int, size: int, s: NDArray[np.int8], q: NDArray[np.uint8],
 ) -> None:  # fmt: skip
     """As _levels, of types without minima: scales in -half_s..half_s - 1, quants in -half_q..half_q - 1, kept with half_q added."""
     least, most = _f(-half_q), _f(half_q - 1)
@@ -195,13 +197,14 @@ def _signed(
             aa, ax = 0.0, 0.0
             for j in range(16):
                 part = x[b, j * 16 : (j + 1) * 16]
+                parts = w[b % len(w), j * 16 : (j + 1) * 16]
                 near = rounded(d[b * 16 + j] / scale, _f(-half_s), _f(half_s - 1)) if scale != 0 else 0
                 chosen = near
-                error = _error(part, scale * _f(near), _f(0.0), least, most, _HUGE)
+                error = _error(part, parts, scale * _f(near), _f(0.0), least, most, _HUGE)
                 # of the other sign too: there is one scale and one quant more below zero than above
                 for other in (near - 1, near + 1, -near - 1, -near, 1 - near):
                     if other != near and -half_s <= other < half_s and scale != 0:
-                        found = _error(part, scale * _f(other), _f(0.0), least, most, error)
+                        found = _error(part, parts, scale * _f(other), _f(0.0), least, most, error)
                         if found < error:
                             error, chosen = found, other
                 tried[j] = chosen
@@ -210,8 +213,8 @@ def _signed(
                 inverse = _f(1.0) / step if step != 0 else _f(0.0)
                 for i in range(16):
                     a = float(chosen) * rounded(part[i] * inverse, least, most)
-                    aa += a * a
-                    ax += a * part[i]
+                    aa += parts[i] * a * a
+                    ax += parts[i] * a * part[i]
             if total >= best:
                 break
             best = total
@@ -228,12 +231,12 @@ def _signed(
 
 
 @numba.njit(nogil=True)
-def _q3_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
+def _q3_k(x: NDArray[np.float32], w: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
     n = len(x)
     d = np.empty(n * 16, np.float32)
-    symmetric(x.reshape(n * 16, 16), -4, 3, TRIES, d)
+    symmetric(x.reshape(n * 16, 16), w.reshape(len(w) * 16, 16), -4, 3, TRIES, d)
     s, q = np.empty((n, 16), np.int8), np.empty((n, 256), np.uint8)
-    _signed(x, d, 32, 4, out, 108, 110, s, q)
+    _signed(x, w, d, 32, 4, out, 108, 110, s, q)
     for b in range(n):
         at = b * 110
         for i in range(32):
@@ -256,12 +259,12 @@ def _q3_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
 
 
 @numba.njit(nogil=True)
-def _q6_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
+def _q6_k(x: NDArray[np.float32], w: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
     n = len(x)
     d = np.empty(n * 16, np.float32)
-    symmetric(x.reshape(n * 16, 16), -32, 31, FINE_TRIES, d)
+    symmetric(x.reshape(n * 16, 16), w.reshape(len(w) * 16, 16), -32, 31, FINE_TRIES, d)
     s, q = np.empty((n, 16), np.int8), np.empty((n, 256), np.uint8)
-    _signed(x, d, 128, 32, out, 208, 210, s, q)
+    _signed(x, w, d, 128, 32, out, 208, 210, s, q)
     for b in range(n):
         at = b * 210
         for h in range(2):
@@ -275,22 +278,23 @@ def _q6_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
             out[at + 192 + j] = np.uint8(int(s[b, j]) & 255)
 
 
-def q2_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    """x: float32, whole blocks; out: uint8, of the right size. The same holds for all below."""
-    _q2_k(x.reshape(-1, 256), out)
+def q2_k(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    """x: float32, whole blocks; out: uint8, of the right size; w: float32 above 0, for each column of a row how much errors there
+    count. The same holds for all below."""
+    _q2_k(x.reshape(-1, 256), w.reshape(-1, 256), out)
 
 
-def q3_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _q3_k(x.reshape(-1, 256), out)
+def q3_k(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _q3_k(x.reshape(-1, 256), w.reshape(-1, 256), out)
 
 
-def q4_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _q4_k(x.reshape(-1, 256), False, out)
+def q4_k(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _q4_k(x.reshape(-1, 256), w.reshape(-1, 256), False, out)
 
 
-def q5_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _q4_k(x.reshape(-1, 256), True, out)
+def q5_k(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _q4_k(x.reshape(-1, 256), w.reshape(-1, 256), True, out)
 
 
-def q6_k(x: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-    _q6_k(x.reshape(-1, 256), out)
+def q6_k(x: NDArray[np.float32], out: NDArray[np.uint8], w: NDArray[np.float32] = EVEN) -> None:
+    _q6_k(x.reshape(-1, 256), w.reshape(-1, 256), out)

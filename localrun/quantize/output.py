@@ -25,7 +25,7 @@ from localrun.quantize import blocks, kquants
 PIECE = 1 << 20
 """About how many values are quantized at a time."""
 FLOATS = ("F32", "F16", "BF16")
-QUANTIZERS: dict[str, Callable[[NDArray[np.float32], NDArray[np.uint8]], None]] = {
+QUANTIZERS: dict[str, Callable[..., None]] = {
     "Q4_0": blocks.q4_0, "Q4_1": blocks.q4_1, "Q5_0": blocks.q5_0, "Q5_1": blocks.q5_1, "Q8_0": blocks.q8_0,
     "Q2_K": kquants.q2_k, "Q3_K": kquants.q3_k, "Q4_K": kquants.q4_k, "Q5_K": kquants.q5_k, "Q6_K": kquants.q6_k,
 }  # fmt: skip
@@ -73,8 +73,9 @@ def _in_order(pool: ThreadPoolExecutor, ahead: int, jobs: Iterable[Job]) -> Iter
         yield future.result(), count
 
 
-def encode(values: NDArray[np.float32], target: Format, name: str) -> bytes:
-    """Whole rows of the tensor `name`, of any shape, as bytes of type `target`. Raises ValueError when they are no finite numbers."""
+def encode(values: NDArray[np.float32], target: Format, name: str, weights: NDArray[np.float32] | None = None) -> bytes:
+    """Whole rows of the tensor `name`, of any shape, as bytes of type `target`. weights: for each column, how much errors there count;
+    None: all count alike. Raises ValueError when the values are no finite numbers."""
     values = np.ascontiguousarray(values, np.float32).reshape(-1)
     if not np.isfinite(values).all():
         raise ValueError(f"tensor {name} holds values that are no finite numbers; the model is damaged")
@@ -86,5 +87,5 @@ def encode(values: NDArray[np.float32], target: Format, name: str) -> bytes:
         bits: Any = values.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
     out = np.zeros(len(values) // target.block * target.block_bytes, np.uint8)
-    QUANTIZERS[target.name](values, out)
+    QUANTIZERS[target.name](values, out, *(() if weights is None else (weights,)))
     return out.tobytes()
