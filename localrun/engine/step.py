@@ -394,6 +394,8 @@ class Engine:
         """Lets every job decide on its rows. Those that cannot fail alone."""
         taken = []
         for s, rows in zip(plan.slices, logits, strict=True):
+            if s.seq.request_id not in self._jobs:
+                continue
             s.seq.computed = s.start + s.count
             s.seq.draft = []
             try:
@@ -410,7 +412,9 @@ class Engine:
     def _commit(self, taken: list[Slice]) -> None:
         now = self._clock()
         for s in taken:
-            job = self._job(s.seq)
+            job = self._jobs.get(s.seq.request_id)
+            if job is None:  # it ended with another: what was read ahead for it, a search's other beams
+                continue
             self.cache.publish(s.seq)
             if self.keeper is not None:
                 self.keeper.save(s.seq)

@@ -54,7 +54,8 @@ def test_five_hundred_mixed_requests() -> None:
                 if rng.random() < 0.05:
                     harness.add_job(harness.intake.evaluation(Evaluate(request_id=request_id, tokens=prompt)))
                 elif rng.random() < 0.05:
-                    request = Generate(request_id=request_id, prompt_tokens=prompt, num_beams=rng.randint(2, 6), max_tokens=rng.randint(1, 20))
+                    n, most = rng.randint(2, 6), rng.randint(1, 20)
+                    request = Generate(request_id=request_id, prompt_tokens=prompt, num_beams=n, max_tokens=most)
                     harness.add_search(harness.intake.search(request))
                 else:
                     fields = {"max_tokens": rng.randint(1, 80), "seed": rng.randint(0, 9), **some_options(rng)}
