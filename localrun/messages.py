@@ -89,6 +89,8 @@ class Load(Struct, tag="load", kw_only=True):
     """Instruction set to compile kernels for (LOCALRUN_ISA); empty: the best this machine executes."""
     num_batch: int = 512
     """Most tokens one forward pass takes."""
+    num_ctx: int = 0
+    """Longest context that will be asked for, where a model's mathematics depends on it (LongRoPE); 0: what the file says."""
     kv_cache_type: str = "f16"
     kv_budget: int = 0
     """Bytes for KV blocks; 0: what is free after the weights, bounded."""

@@ -68,7 +68,7 @@ async def v1_chat(x: Exchange, body: ChatCompletionBody) -> None:
     """POST /v1/chat/completions."""
     stored = await x.services.stored(body.model)
     requests = openai.chat_requests(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=body.options)
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=openai.options_of(body))
     usage = body.stream_options is not None and body.stream_options.include_usage
     reply = openai.ChatReply(body.model, n=body.n, include_usage=usage)
     await _answer(x, resident, requests, reply, "sse" if body.stream else None, one_call=not body.parallel_tool_calls)
@@ -78,7 +78,7 @@ async def v1_completions(x: Exchange, body: CompletionBody) -> None:
     """POST /v1/completions."""
     stored = await x.services.stored(body.model)
     requests = openai.completion_requests(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=body.options)
+    resident = await hold(x, stored, body.num_thread, keep_alive_seconds(body.keep_alive), options=openai.options_of(body))
     echoes = []
     if body.echo:
         for number, prompt in enumerate(openai.prompts_of(body)):
@@ -97,7 +97,7 @@ async def v1_responses(x: Exchange, body: ResponsesBody) -> None:
     """POST /v1/responses."""
     stored = await x.services.stored(body.model)
     request = responses.response_request(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=body.options)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=responses.options_of(body))
     reply = responses.ResponseReply(body)
     await _answer(x, resident, [request], reply, "events" if body.stream else None, one_call=not body.parallel_tool_calls)
 
@@ -107,7 +107,7 @@ async def v1_messages(x: Exchange, body: MessagesBody) -> None:
     anthropic.check(body)
     stored = await x.services.stored(body.model)
     request = anthropic.messages_request(body, await x.services.defaults(stored, body.model), x.id)
-    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=body.options)
+    resident = await hold(x, stored, None, keep_alive_seconds(body.keep_alive), options=anthropic.options_of(body))
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     await _answer(x, resident, [request], anthropic.MessageReply(body.model, x.id), "events" if body.stream else None, one_call=one_call)
 
@@ -157,7 +157,7 @@ async def hold(
     facts = await x.services.facts(stored)
     asked = checked_options(options or {})
     draft = await x.services.draft(stored, asked.get("draft"))
-    described = wanted(stored, facts, num_thread, draft, asked.get("kv_cache_type"))
+    described = wanted(stored, facts, num_thread, draft, asked)
     resident = await x.stack.enter_async_context(x.services.loader.use(described, keep_alive, heard))
     x.load_s = time.monotonic() - began
     return resident

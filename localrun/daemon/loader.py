@@ -59,6 +59,10 @@ class Wanted:
     """None: whatever it runs with."""
     kv_cache_type: str = ""
     """Empty: whatever it runs with, the setting's at first."""
+    rope_context: int = 0
+    """Of a model with rotary factors for short and for long contexts: the context that is asked for; 0: whatever it runs with."""
+    rope_limit: int = 0
+    """Longest context that the short ones are for; 0: it has none."""
 
 
 @dataclass
@@ -86,6 +90,7 @@ class Resident:
     ready: asyncio.Future[Loaded]
     kv_cache_type: str = "f16"
     draft: Draft | None = None
+    rope_context: int = 0
     in_flight: int = 0
     """Requests that hold it, those that wait for it to load included."""
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -125,6 +130,10 @@ def _difference(resident: Resident, wanted: Wanted) -> str:
         return f"the draft model {wanted.draft.name}"
     if wanted.kv_cache_type not in ("", resident.kv_cache_type):
         return f"a KV cache of {wanted.kv_cache_type}"
+    if wanted.rope_limit and wanted.rope_context:
+        is_long = not resident.rope_context or resident.rope_context > wanted.rope_limit
+        if is_long != (wanted.rope_context > wanted.rope_limit):
+            return f"the rotary factors for {'short' if is_long else 'long'} contexts"
     return ""
 
 
@@ -340,6 +349,7 @@ class Loader:
         resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
         resident.kv_cache_type = wanted.kv_cache_type or self._settings.kv_cache_type
         resident.draft = wanted.draft
+        resident.rope_context = wanted.rope_context if wanted.rope_limit else 0
         if self._settings.num_parallel:
             resident.slots = asyncio.Semaphore(self._settings.num_parallel)
         self._residents[str(wanted.path)] = resident
@@ -355,6 +365,7 @@ class Loader:
             num_thread=resident.num_thread,
             isa=self._settings.isa,
             kv_cache_type=resident.kv_cache_type,
+            num_ctx=resident.rope_context,
             max_queue=self._settings.max_queue,
             model_name=wanted.name,
             session_dir=str(self._settings.cache / "sessions"),

@@ -7,9 +7,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from localrun.api.infill import infill_of
@@ -131,10 +132,15 @@ class Services:
 
 
 def wanted(
-    stored: StoredModel, facts: FileFacts, num_thread: int | None, draft: Draft | None = None, kv_cache_type: str | None = None
+    stored: StoredModel,
+    facts: FileFacts,
+    num_thread: int | None,
+    draft: Draft | None = None,
+    asked: Mapping[str, Any] = MappingProxyType({}),
 ) -> Wanted:
-    """The model as the loader wants it described. num_thread, kv_cache_type: the request's; else the model's own, if it has one."""
+    """The model as the loader wants it described. num_thread, and what `asked` says: the request's; else the model's own, if it has one."""
     own = model_options(stored.params)
+    given = {**own, **asked}
     return Wanted(
         name=stored.name,
         path=stored.model_path,
@@ -142,8 +148,18 @@ def wanted(
         num_thread=num_thread if num_thread is not None else own.get("num_thread", 0),
         memory=facts.memory,
         draft=draft,
-        kv_cache_type=kv_cache_type if kv_cache_type is not None else own.get("kv_cache_type", ""),
+        kv_cache_type=given.get("kv_cache_type", ""),
+        rope_context=given.get("num_ctx", 0),
+        rope_limit=_rope_limit(facts),
     )
+
+
+def _rope_limit(facts: FileFacts) -> int:
+    """See Wanted."""
+    if not any(tensor["name"] == "rope_factors_long.weight" for tensor in facts.tensors):
+        return 0
+    limit = facts.metadata.get(f"{facts.architecture}.rope.scaling.original_context_length", 0)
+    return limit if isinstance(limit, int) else 0
 
 
 def read_facts(stored: StoredModel, override: str | None) -> FileFacts:

@@ -63,7 +63,12 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         template = chat_template_for(gguf, load.template)
         pair_template = gguf.metadata.get("tokenizer.chat_template.rerank")
     options = LoadOptions(
-        n_threads=load.num_thread, max_batch=load.num_batch, kv_type=load.kv_cache_type, cache_dir=load.cache_dir, isa=load.isa
+        n_threads=load.num_thread,
+        n_ctx=load.num_ctx,
+        max_batch=load.num_batch,
+        kv_type=load.kv_cache_type,
+        cache_dir=load.cache_dir,
+        isa=load.isa,
     )
     try:
         model = load_model(path, options, progress)

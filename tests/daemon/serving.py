@@ -22,15 +22,17 @@ from localrun.store import Store
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.names import Name
 from tests import fakes
-from tests.models.build import Builder
+from tests.models.build import Builder, Tensor
 
 CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TOOL_TEMPLATE = CHATML + "{% if tools %}{{ tools }}{% endif %}"
 THINK_TEMPLATE = CHATML + "{% if enable_thinking %}<think>{% endif %}"
 
 
-def tiny_gguf(template: str = CHATML, keys: dict[str, tuple[str, Any]] | None = None) -> bytes:
-    """A file with nothing but a header: what a fake runner is told to load, and what show tells of. keys: more of them, or others."""
+def tiny_gguf(
+    template: str = CHATML, keys: dict[str, tuple[str, Any]] | None = None, tensors: list[Tensor] | None = None
+) -> bytes:
+    """A file with little but a header: what a fake runner is told to load, and what show tells of. keys: more of them, or others."""
     own: dict[str, tuple[str, Any]] = {
         "general.architecture": ("string", "llama"),
         "general.name": ("string", "tiny"),
@@ -39,7 +41,8 @@ def tiny_gguf(template: str = CHATML, keys: dict[str, tuple[str, Any]] | None = 
         "tokenizer.ggml.tokens": ("array[string]", [f"t{i}" for i in range(40)]),
         "tokenizer.chat_template": ("string", template),
     }
-    return Builder(keys=[(name, kind, content) for name, (kind, content) in (own | (keys or {})).items()]).bytes()
+    listed = [(name, kind, content) for name, (kind, content) in (own | (keys or {})).items()]
+    return Builder(keys=listed, tensors=tensors or []).bytes()
 
 
 @dataclass

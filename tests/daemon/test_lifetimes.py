@@ -23,6 +23,7 @@ from localrun.models.model import Progress
 from tests import fakes
 from tests.daemon import serving
 from tests.daemon.serving import Daemon, saying
+from tests.models.build import Tensor
 
 HI = [{"role": "user", "content": "hi"}]
 LONG = "word " * 3000
@@ -221,6 +222,25 @@ def test_a_draft_model_and_a_kv_type_load_the_model_again(tmp_path: Path) -> Non
         wrong = running.http.post("/api/chat", json={"model": "tiny", "messages": HI, "options": {"kv_cache_type": "q2"}})
         assert wrong.status_code == 400
         assert 'option "kv_cache_type" must be one of f16, bf16, q8_0, q4_0' in wrong.json()["error"]
+
+
+def test_a_longer_context_than_the_rotary_factors_are_for_loads_the_model_again(tmp_path: Path) -> None:
+    """Of a model with factors for short and long contexts: by the side of the limit on which num_ctx lies, not by each other number."""
+    keys = {"llama.rope.scaling.original_context_length": ("uint32", 1024)}
+    tensors = [Tensor(f"rope_factors_{which}.weight", (4,), 0, bytes(16)) for which in ("long", "short")]
+    with serving.daemon(tmp_path) as running:
+        running.add_model("rotary", serving.tiny_gguf(keys=keys, tensors=tensors))
+        pids = []
+        for num_ctx in (512, 1024, 0, 2048, 4096, 100):
+            chat(running, model="rotary", options={"num_ctx": num_ctx} if num_ctx else {})
+            pids.append(running.loaded()[0]["pid"])
+        assert len({pids[0], pids[1], pids[2]}) == 1
+        assert pids[3] == pids[4] != pids[2]
+        assert pids[5] != pids[4]
+        for num_ctx in (512, 4096):
+            chat(running, options={"num_ctx": num_ctx})
+            pids.append(running.loaded()[-1]["pid"])
+        assert pids[-1] == pids[-2]
 
 
 def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
