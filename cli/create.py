@@ -26,12 +26,13 @@ def create(
     quantize: Annotated[str, typer.Option("--quantize", "-q", metavar="TYPE", help="Make the weights smaller: q4_K_M, q8_0, ...")] = "",
     copy: Annotated[bool, typer.Option("--copy", help="Copy the GGUF file that FROM names, rather than link to it.")] = False,
 ) -> None:
-    """Make a model from a Modelfile: another model or a GGUF file, with settings of one's own.
+    """Make a model from a Modelfile: another model, a GGUF file or a safetensors checkpoint, with settings and adapters of one's own.
 
     \b
     Examples:
       localrun create reviewer -f Modelfile.example
       echo "FROM ./model.gguf" | localrun create mine -f -
+      echo "FROM ./checkpoint-folder" | localrun create mine -f - --quantize q4_K_M
     """
     text, folder = read_modelfile(file)
     with connect(say=say) as client:
@@ -43,7 +44,7 @@ def create(
         if client.where.here:
             body["folder"] = str(folder)
         else:
-            body["modelfile"] = with_files_sent(client, text, folder)
+            body |= with_files_sent(client, text, folder)
         with client.stream("/api/create", body) as objects:
             follow(objects)
 
@@ -62,14 +63,38 @@ def read_modelfile(file: Path) -> tuple[str, Path]:
     return text, (Path.cwd() if str(file) == "-" else file.absolute().parent)
 
 
-def with_files_sent(client: Client, text: str, folder: Path) -> str:
-    """The Modelfile with each FROM and ADAPTER that names a file here replaced by the digest under which the daemon has it now."""
+def with_files_sent(client: Client, text: str, folder: Path) -> Json:
+    """What /api/create needs: the Modelfile with each FROM and ADAPTER that names a file here replaced by the digest under which the daemon
+    has it now. Of a folder, the daemon gets the files that make up a checkpoint or an adapter; the line says @files or @adapters then.
+    Raises CliError for a second folder of a kind.
+    """
+    folders: Json = {}
 
     def replaced(match: re.Match[str]) -> str:
         path = folder / Path(match[2].strip('"')).expanduser()
-        return f"{match[1]}@{send(client, path)}" if path.is_file() else match[0]
+        if path.is_file() and path.suffix.lower() != ".safetensors":
+            return f"{match[1]}@{send(client, path)}"
+        kind = "adapters" if match[1].strip().lower() == "adapter" else "files"
+        parts = _parts(path)
+        if not parts:
+            return match[0]
+        if kind in folders:
+            raise CliError(f"{path}: one folder for each of FROM and ADAPTER can be sent to a daemon elsewhere")
+        folders[kind] = {name: send(client, part) for name, part in parts.items()}
+        return f"{match[1]}@{kind}"
 
-    return FILE_LINE.sub(replaced, text)
+    return {"modelfile": FILE_LINE.sub(replaced, text), **folders}
+
+
+def _parts(path: Path) -> dict[str, Path]:
+    """The files that a folder of safetensors, or one such file, consists of; by name, / between folders."""
+    if path.is_file():
+        beside = path.with_name("adapter_config.json")
+        return {"adapter_model.safetensors": path, **({beside.name: beside} if beside.is_file() else {})}
+    if not path.is_dir() or not any(part.suffix in (".safetensors", ".gguf") for part in path.iterdir()):
+        return {}
+    patterns = ("*.safetensors", "*.json", "*.gguf", "tokenizer.model", "vocab.txt", "chat_template.jinja", "1_Pooling/config.json")
+    return {part.relative_to(path).as_posix(): part for pattern in patterns for part in sorted(path.glob(pattern)) if part.is_file()}
 
 
 def send(client: Client, path: Path) -> str:

@@ -16,7 +16,7 @@ from localrun.kernels_cpu.sizes import PACKINGS, ROWS, room
 from localrun.kernels_cpu.state_sizes import conv_bytes, matrix_bytes, scan_bytes
 from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.registry import ARCHITECTURES
-from localrun.store.describe import parameter_count, quantization
+from localrun.models.show import parameter_count, quantization
 
 EMBEDDING = "token_embd.weight"
 _ADDED = ("attn_output", "ffn_down")

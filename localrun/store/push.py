@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
 
-from localrun.errors import BadRequest, LocalrunError, RequestCancelled
+from localrun.errors import BadRequest, LocalrunError, RequestCancelled, Unsupported
 from localrun.store import download
 from localrun.store.blobs import CHUNK
 from localrun.store.download import AGAIN, words
 from localrun.store.durable import StorageFailed, storage_errors
 from localrun.store.manifests import MANIFEST_TYPE, Manifest
-from localrun.store.names import Name
+from localrun.store.names import DEFAULT_HOST, Name
 from localrun.store.progress import Cancelled, Progress, PullProgress
 from localrun.store.registry import Session
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from localrun.store.store import Store
 
 CHUNK_BYTES = 16 << 20
+SIGNED = (DEFAULT_HOST, "ollama.com")
+"""Registries that know their users by signatures."""
 _STEP = 64 << 10
 
 
@@ -49,10 +51,16 @@ class _Passing(Exception):
 def push(store: Store, name: str, progress: Progress, cancelled: Cancelled = lambda: False, *, insecure: bool = False) -> None:
     """Sends the stored model `name` to the registry on its host. What the registry has already is not sent again.
 
-    insecure: plain HTTP is accepted, for names that begin with http://. Raises InvalidName, ModelNotFound, UploadFailed (no access, no
-    network, refused), StorageFailed, RequestCancelled.
+    insecure: plain HTTP is accepted, for names that begin with http://. Raises InvalidName, ModelNotFound, Unsupported (Ollama's own
+    registry), UploadFailed (no access, no network, refused), StorageFailed, RequestCancelled.
     """
     wanted = Name.parse(name)
+    if wanted.host in SIGNED:
+        raise Unsupported(
+            f"{wanted.host} takes models only with requests signed by an account's key, which is not supported; push to another registry "
+            "(localrun cp MODEL HOST/NAMESPACE/MODEL, then push that name), or move the model with localrun export",
+            param="model",
+        )
     if wanted.scheme == "http" and not insecure:
         text = f"{wanted.host} was named with http://, which anyone between can change; say insecure to accept that"
         raise BadRequest(text, param="model")

@@ -56,10 +56,34 @@ def test_files_are_sent_to_a_daemon_elsewhere(tmp_path: Path, known: bool) -> No
         return httpx.Response(200 if known or request.method == "POST" else 404)
 
     with Client(parse_address("10.0.0.1"), httpx.MockTransport(answer)) as client:
-        text = with_files_sent(client, '# FROM x\nfrom  "my model.gguf"\nFROM smollm2\nSYSTEM FROM here', tmp_path)
-    assert text == f"# FROM x\nfrom  @{digest}\nFROM smollm2\nSYSTEM FROM here"
+        body = with_files_sent(client, '# FROM x\nfrom  "my model.gguf"\nFROM smollm2\nSYSTEM FROM here', tmp_path)
+    assert body == {"modelfile": f"# FROM x\nfrom  @{digest}\nFROM smollm2\nSYSTEM FROM here"}
     sent = [] if known else [("POST", f"/api/blobs/{digest}", len(data))]
     assert seen == [("HEAD", f"/api/blobs/{digest}", 0), *sent]
+
+
+def test_folders_are_sent_to_a_daemon_elsewhere(tmp_path: Path) -> None:
+    """What a checkpoint and an adapter consist of, and nothing else that lies there."""
+    for name in ("model/model.safetensors", "model/config.json", "model/1_Pooling/config.json", "model/README.md", "model/run.py",
+                 "lora/adapter_model.safetensors", "lora/adapter_config.json", "notes/a.txt"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def digest(name: str) -> str:
+        return f"sha256:{hashlib.sha256(name.encode()).hexdigest()}"
+
+    with Client(parse_address("10.0.0.1"), httpx.MockTransport(lambda request: httpx.Response(200))) as client:
+        body = with_files_sent(client, "FROM ./model\nADAPTER lora\n# from notes\nSYSTEM x\nfrom notes", tmp_path)
+        one = with_files_sent(client, "ADAPTER lora/adapter_model.safetensors", tmp_path)
+        with pytest.raises(CliError, match="one folder for each of FROM and ADAPTER"):
+            with_files_sent(client, "ADAPTER lora\nADAPTER lora", tmp_path)
+    assert body["modelfile"] == "FROM @files\nADAPTER @adapters\n# from notes\nSYSTEM x\nfrom notes"
+    assert body["files"] == {
+        name: digest(f"model/{name}") for name in ("model.safetensors", "config.json", "1_Pooling/config.json")
+    }
+    assert body["adapters"] == one["adapters"] == {
+        name: digest(f"lora/{name}") for name in ("adapter_model.safetensors", "adapter_config.json")
+    }
 
 
 def test_error_of_the_daemon_is_shown(fake: FakeDaemon, localrun: Run, tmp_path: Path) -> None:

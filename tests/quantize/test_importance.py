@@ -104,7 +104,7 @@ ONE = np.ones((1, 4), np.float32)
         (b"", "entries: the file ends inside it"),
         (b"\xff" * 100, "entries: is -1; this is no importance matrix"),
         (struct.pack("<i", 5), "length of a name: the file ends inside it"),
-        (dat({"a": ONE})[:20], "ends inside it|is 4; this is no"),
+        (dat({"a": ONE})[:20], "a: claims 4 values, and 3 bytes are left"),
         (struct.pack("<ii", 1, 2**31 - 1), "length of a name: is 2147483647; this is no importance matrix"),
         (struct.pack("<ii", 1, 1) + b"a" + struct.pack("<iii", 1, 4, 0), "a: claims 4 values, and 4 bytes are left"),
         (struct.pack("<ii", 1, 1) + b"a" + struct.pack("<ii", 1, 0), "a: has no values or is there twice"),

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from localrun.errors import BadRequest, DownloadFailed, ModelNotFound, RequestCancelled
+from localrun.errors import BadRequest, DownloadFailed, ModelNotFound, RequestCancelled, Unsupported
 from localrun.store import CreateSpec, PullProgress, Store, download, push
 from localrun.store.push import UploadFailed
 from tests.store.conftest import tiny_gguf
@@ -111,6 +111,12 @@ def test_second_push_sends_nothing_and_another_repository_lends_its_blobs(made: 
     assert {line.completed for line in lines if line.digest == digest} == {0, made.get("base").model_path.stat().st_size}
     now = {path: path.stat().st_mtime_ns for path in (tmp_path / "registry").rglob("data")}
     assert stored.items() <= now.items() and len(now) == len(stored) + 3, "system, config and manifest are new"
+
+
+@pytest.mark.parametrize("name", ["mine", "me/mine:1", "ollama.com/me/mine"])
+def test_ollamas_own_registry_wants_signatures(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Unsupported, match="takes models only with requests signed by an account's key, which is not supported"):
+        Store(tmp_path / "models").push(name, lambda line: None)
 
 
 def test_unknown_names(made: Store, registry: str) -> None:
