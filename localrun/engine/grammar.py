@@ -42,13 +42,14 @@ class _Vocabulary:
 
 
 class GrammarCompiler:
-    """Of one model. The first use takes a second or two for a large vocabulary; later ones are quick. Safe to use from several threads."""
+    """Of one model. The first use takes up to a second for a large vocabulary; later ones are quick. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._lock = threading.Lock()
         self._made: Any = None
+        self._prepared = False
 
     def compile(self, wanted: str | dict[str, Any]) -> Constraint:
         """What `Generate.format` asks for: "json" (an object), a JSON schema, {"regex": ...}, or {"grammar": ...} in Lark's or llama.cpp's
@@ -80,8 +81,18 @@ class GrammarCompiler:
                 if not self._tokenizer.eog_ids:
                     raise Unsupported("format: this model has no token that ends an answer, which structured output needs", param="format")
                 wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._n_vocab))
-                self._made = llguidance.LLTokenizer(wrapped, eos_token=sorted(self._tokenizer.eog_ids))
+                self._made = llguidance.LLTokenizer(wrapped, eos_token=sorted(self._tokenizer.eog_ids), slices=[])
             return self._made
+
+    def prepare(self) -> None:
+        """Makes what all grammars need, and what makes strings in JSON quick: for a time when nobody waits, since it holds the interpreter
+        for as long as it takes, up to two seconds for a large vocabulary. Without it, the first `compile` takes half of that.
+        """
+        if self._prepared or not self._tokenizer.eog_ids:
+            return
+        vocabulary = self._vocabulary().with_slices(llguidance.LLTokenizer.general_slices())
+        with self._lock:
+            self._made, self._prepared = vocabulary, True
 
 
 class Constraint:

@@ -4,7 +4,9 @@ loop, so that a long prompt's tokenization holds up nobody. What a request asks 
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from localrun.engine.grammar import Constraint, GrammarCompiler
     from localrun.text.template import ChatTemplate
 
+log = logging.getLogger(__name__)
+
 _EVALUATED_BYTES = 64 << 20
 """Most bytes of logits that one step of an evaluation asks for."""
 _MOST_LOGPROBS = 1000
@@ -72,6 +76,7 @@ class Intake:
         self._adapters = adapters
         self._clock = clock
         self._grammars: GrammarCompiler | None = None
+        self._making = threading.Lock()
         self._known_breakers: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def generation(self, request: Generate) -> Generation:
@@ -317,6 +322,19 @@ class Intake:
         )
 
     def _grammars_of_this_model(self) -> GrammarCompiler:
+        with self._making:
+            return self._made_grammars()
+
+    def prepare(self) -> None:
+        """What takes long and some request may need, made while nobody waits; see GrammarCompiler.prepare."""
+        if not self._parts.model.info.causal:
+            return
+        try:
+            self._grammars_of_this_model().prepare()
+        except Exception as error:  # whoever needs it is told why
+            log.warning("structured output is not prepared: %s", error)
+
+    def _made_grammars(self) -> GrammarCompiler:
         if self._grammars is None:
             from localrun.engine.grammar import GrammarCompiler
 

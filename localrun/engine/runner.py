@@ -55,6 +55,9 @@ from localrun.models.model import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 1.0
+"""After so long without work, once, what the first request with a grammar would wait for is made: then streams never wait for it."""
+
 
 class DaemonGone(Exception):
     """Nobody is at the other end of the pipe."""
@@ -246,6 +249,8 @@ class Runner:
         )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, keeps_sessions=sessions is not None)
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
+        self._prepared = False
+        """Whether the first quiet moment has been used."""
         self._inbox: queue.SimpleQueue[Job | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -256,10 +261,15 @@ class Runner:
     def _take_messages(self) -> bool:
         """Handles what has come; waits for something when there is no work. False: the end."""
         while True:
+            idle = not self.engine.has_work
             try:
-                message = self._inbox.get(block=not self.engine.has_work)
+                message = self._inbox.get(block=idle, timeout=None if self._prepared else IDLE_S)
             except queue.Empty:
-                return True
+                if not idle:
+                    return True
+                self._prepared = True
+                self._intake.prepare()
+                continue
             if isinstance(message, Shutdown):
                 return False
             if isinstance(message, Cancel):

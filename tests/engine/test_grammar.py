@@ -14,7 +14,7 @@ from localrun.engine.grammar import GrammarCompiler
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Sampling
 from tests.engine.harness import Harness, Outcome
-from tests.fakes import EOS, FakeClock, FakeModel, ScriptedModel
+from tests.fakes import EOS, FakeClock, FakeModel, FakeTokenizer, ScriptedModel
 
 # Closes strings and lists sooner or later: a model of pure noise would go on for ever.
 TENDENCIES = {ord('"'): 6.0, ord("}"): 6.0, ord("]"): 6.0, ord("\\"): -20.0, EOS: 6.0}
@@ -235,3 +235,19 @@ def test_random_schemas_are_followed(schema: dict[str, Any], seed: int) -> None:
     assert outcome.finished is not None, outcome.failed
     assert outcome.finished.reason == "stop"
     assert fits(json.loads(outcome.text), schema), outcome.text
+
+
+def test_what_is_prepared_in_a_quiet_moment_says_the_same() -> None:
+    """The masks of a grammar before and after, along a JSON text; a request begun before goes on."""
+    tokenizer = FakeTokenizer()
+    compiler = GrammarCompiler(tokenizer, tokenizer.n_vocab)  # type: ignore[arg-type]
+    before = compiler.compile(PERSON)
+    compiler.prepare()
+    compiler.prepare()
+    after = compiler.compile(PERSON)
+    for token in tokenizer.encode('{"name": "hello", "age": 12}', add_special=False):
+        assert (before.allowed() == after.allowed()).all()
+        before.accept(token)
+        after.accept(token)
+    assert before.complete
+    assert after.complete

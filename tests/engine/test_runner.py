@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from localrun.engine import runner
+from localrun.engine.intake import Intake
 from localrun.engine.memory import MEBI, available_memory, kv_budget
 from localrun.engine.parts import Loader
 from localrun.errors import from_wire
@@ -493,3 +494,19 @@ def test_kv_budget() -> None:
 
 def test_available_memory_is_within_the_machine_s() -> None:
     assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+def test_the_first_quiet_moment_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What structured output needs is made while nobody waits; afterwards requests are answered as ever."""
+    prepared = threading.Event()
+    times = []
+    monkeypatch.setattr(runner, "IDLE_S", 0.01)
+    monkeypatch.setattr(Intake, "prepare", lambda self: (times.append(1), prepared.set()))
+    talk = in_thread(fakes.load_scripted)
+    talk.load()
+    assert prepared.wait(PATIENCE_S)
+    for name in ("a", "b"):
+        talk.send(Generate(request_id=name, prompt="<|user|>hi<|assistant|>", raw=True, sampling=Sampling(temperature=0)))
+        assert isinstance(talk.until(name)[-1], Finished)
+    talk.close()
+    assert times == [1]
