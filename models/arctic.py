@@ -30,6 +30,7 @@ def record(params: tuple[Decoder, Rope, Experts], r: Recorder, w: Weights) -> li
     x = r.embed(w.matrix("token_embd.weight"))
     dense = gated(r, w, replace(p, ffn=p.width))
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         experts_input = normed(r, w, p, x, f"{blk}.ffn_norm_exps", buffer="normed2")
         h = normed(r, w, p, x, f"{blk}.attn_norm")

@@ -26,6 +26,7 @@ def record(params: tuple[Decoder, Rope], r: Recorder, w: Weights) -> list[Rope]:
     p, rope = params
     x = r.embed(w.matrix("token_embd.weight"))
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         h = normed(r, w, p, x, f"{blk}.attn_norm")
         a = attend(r, w, p, blk, *query_key_value(r, w, p, blk, h), Attention(halves=True))

@@ -351,6 +351,7 @@ def layers(
     """
     whole = residual_scale == 1.0 and not post_norm
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         h = normed(r, w, p, x, f"{blk}.attn_norm") if pre_norm else r.quantized(x, "x")
         a = attention_block(r, w, p, blk, h, how[i])
@@ -375,6 +376,7 @@ def parallel_layers(
     second_norm: norm of one of the two, where the layer has it; the other reads attn_norm's.
     """
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         first = second = normed(r, w, p, x, f"{blk}.attn_norm")
         if second_norm and w.has(f"{blk}.{second_norm}.weight"):
@@ -388,6 +390,7 @@ def parallel_layers(
 
 def output(r: Recorder, w: Weights, p: Decoder, x: Row, *, scale: float = 1.0, soft_cap: float = 0.0, norm: str = "output_norm") -> None:
     """Final norm and logits of the rows that are asked for; scale: factor of the logits; norm: name of its tensors."""
+    r.layer(p.n_layers, x)
     weight, bias = w.maybe(f"{norm}.weight"), w.maybe(f"{norm}.bias")
     if scale != 1.0:
         # Scaling what the matrix reads is the same, and costs nothing.

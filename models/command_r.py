@@ -46,6 +46,7 @@ def record(params: tuple[Decoder, Rope, float], r: Recorder, w: Weights) -> list
     p, rope, scale = params
     x = r.embed(w.matrix("token_embd.weight"))
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         h = normed(r, w, p, x, f"{blk}.attn_norm")
         q, k, v = query_key_value(r, w, p, blk, h)

@@ -37,6 +37,7 @@ def record(params: tuple[list[Decoder], Rope], r: Recorder, w: Weights) -> list[
     sizes, rope = params
     x = r.embed(w.matrix("token_embd.weight"))
     for i, p in enumerate(sizes):
+        r.layer(i, x)
         blk = f"blk.{i}"
         h = normed(r, w, p, x, f"{blk}.attn_norm")
         linear(r, w, f"{blk}.attn_output", attention_block(r, w, p, blk, h, Attention()), add_to=x)

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import attention, head, isa, kv, slots, team
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary
 from localrun.models.adapters import Adapters
+from localrun.models.cards import Batch, Cards
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
+from localrun.models.placing import Recorded, place
 from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
 from localrun.models.pooling import LONGEST_WHOLE, POOLINGS, is_causal
 from localrun.models.program import Program, room
@@ -55,6 +57,7 @@ class RecordedModel:
         recorder: Recorder,
         weights: Weights,
         tables: list[AngleTable],
+        cards: Cards | None = None,
     ) -> None:
         self.info = info
         self._program = program
@@ -65,6 +68,7 @@ class RecordedModel:
         self._adapters: Adapters | None = None
         self._weights: Weights | None = weights
         self._tables = tables
+        self._cards = cards
         self._kv = np.zeros(0, np.uint8)
         self._n_blocks = 0
         self._state = np.zeros((0, 0), np.uint8)
@@ -89,7 +93,9 @@ class RecordedModel:
         self._header[offset // 8] = value
 
     def allocate_kv(self, n_blocks: int) -> None:
-        """See Model. Memory is taken by the system only as blocks are written."""
+        """See Model. The host's memory is taken by the system only as blocks are written; the cards' was when the model was loaded."""
+        if self.info.kv_blocks and n_blocks > self.info.kv_blocks:
+            raise ValueError(f"{n_blocks} KV blocks; the cards have room for {self.info.kv_blocks}")
         self._kv = np.zeros(n_blocks * self.info.kv_bytes_per_block + 64, np.uint8)
         self._n_blocks = n_blocks
         self._set(head.KV, self._kv_address())
@@ -108,7 +114,7 @@ class RecordedModel:
 
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model. Raises ValueError of a model that gives vectors only."""
-        if self._program.logits < 0:
+        if self._program.logits < 0 and not (self._cards and self._cards.ends_in_logits):
             raise ValueError(f"a {self.info.architecture} model gives vectors, no logits")
         n = self._run(spans, [span.outputs for span in spans], pooling=False)
         return self._logits[:n, : self.info.n_vocab]
@@ -171,9 +177,19 @@ class RecordedModel:
         else:
             self._room_for_logits(outputs)
             chunks[self._program.head] = 0
-            if not outputs:
+            if not outputs and self._program.logits >= 0:
                 chunks[self._program.logits] = 0
-        self._team.run(self._program.table, chunks, self._program.grains(chunks, self.info.n_threads))
+        grains = self._program.grains(chunks, self.info.n_threads)
+        if self._cards is None:
+            self._team.run(self._program.table, chunks, grains)
+            return outputs
+        cut = self._program.cut
+        self._team.run(self._program.table[:cut], chunks[:cut], grains[:cut])
+        lengths = [len(span.tokens) for span in spans]
+        batch = Batch(tokens, outputs, self._positions[:tokens], self._output_rows[:outputs], tables, lengths, longest, not pooling)
+        self._cards.run(batch, self._logits)
+        if cut < len(chunks):
+            self._team.run(self._program.table[cut:], chunks[cut:], grains[cut:])
         return outputs
 
     def _place_state(self, spans: list[Span]) -> None:
@@ -229,6 +245,7 @@ class RecordedModel:
         if rows > len(self._logits):
             size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
             self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
+        if self._program.logits >= 0:
             self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
 
     def read_adapter(self, paths: Sequence[Path | str]) -> Adapter:
@@ -241,6 +258,8 @@ class RecordedModel:
         """See Model. The first one replaces the program by one with an instruction beside each matrix."""
         if self._weights is None:
             raise RuntimeError("the model is closed")
+        if self._cards is not None:
+            raise ValueError("adapters act on the CPU only; load the model with num_gpu 0")
         if self._adapters is None:
             adapters = Adapters(self.info.max_batch + SPARE_ROWS)
             program = self._recorder.finish(adapters)
@@ -261,6 +280,8 @@ class RecordedModel:
         size = self.info.kv_bytes_per_block
         start = self._kv_address() - self._kv.ctypes.data
         self._kv[start + target * size : start + (target + 1) * size] = self._kv[start + source * size : start + (source + 1) * size]
+        if self._cards is not None:
+            self._cards.copy_block(source, target)
 
     def read_block(self, block: int) -> bytes:
         """See Model."""
@@ -284,6 +305,8 @@ class RecordedModel:
         """See Model."""
         if self._weights is not None:
             self._team.close()
+            if self._cards is not None:
+                self._cards.close()
             self._state = np.zeros((0, 0), np.uint8)
             self._kv = np.zeros(0, np.uint8)
             self._weights.close()
@@ -317,13 +340,20 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     n_threads = options.n_threads or default_threads()
     cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
     library = KernelLibrary(chosen, cache, n_workers=default_threads())
-    weights = Weights(gguf, options.pack)
+    n_layers = keys.int("block_count", minimum=1)
     causal = is_causal(gguf)
     pooling = POOLINGS[keys.int("pooling_type", 0)] or ("" if causal else "mean")
     whole = not causal or pooling in ("mean", "cls")
     max_batch = max(options.max_batch, min(keys.int("context_length"), LONGEST_WHOLE)) if whole else options.max_batch
-    recorder = Recorder(weights, max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx)
-    ropes = family.record(params, recorder, weights)
+
+    def record(places: Sequence[int], probe: bool) -> Recorded:
+        away = tuple(f"blk.{i}." for i in range(min(len(places), n_layers)))
+        some = Weights(gguf, False if probe else options.pack, lambda name: bool(away) and name.startswith(away))
+        r = Recorder(some, max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx, places)
+        return some, r, [AngleTable(rope) for rope in family.record(params, r, some)]
+
+    placed = place(record, n_layers, options.n_ctx or keys.int("context_length"), options, cache)
+    weights, recorder, cards = placed.weights, placed.recorder, placed.cards
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
@@ -349,5 +379,10 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         n_embd=program.hidden.row.width if program.hidden else 0,
         pooling=pooling,
         causal=causal,
+        n_layers=n_layers,
+        gpu_layers=min(cards.layers, n_layers) if cards else 0,
+        gpu_bytes=cards.weight_bytes + placed.kv_blocks * cards.kv_block_bytes if cards else 0,
+        gpu_note=placed.note,
+        kv_blocks=placed.kv_blocks,
     )
-    return RecordedModel(info, program, library, crew, header, recorder, weights, [AngleTable(rope) for rope in ropes])
+    return RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from localrun.kernels_gpu.device import Device
     from localrun.models.lora import Adapter
 
 BLOCK_TOKENS = 16
@@ -62,6 +63,10 @@ class LoadOptions:
     """Where compiled kernels are kept; empty: the user's cache directory."""
     isa: str = ""
     """Instruction set to compile for; empty: the best this machine executes."""
+    gpu_layers: int = -1
+    """Layers to put on cards, the first ones; -1: as many as fit, 0: none. One more than there are: what comes after them, too."""
+    devices: Sequence[Device] | None = None
+    """The cards; None: those of this machine."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,15 @@ class ModelInfo:
         """Whether `embed` must have a sequence whole in one pass; otherwise it may come in parts, the last of which gives the vector."""
         return not self.causal or self.pooling in ("mean", "cls")
 
+    n_layers: int = 0
+    gpu_layers: int = 0
+    """How many of them are on cards."""
+    gpu_bytes: int = 0
+    """Memory that weights and KV blocks take on cards."""
+    gpu_note: str = ""
+    """Why no layer is on a card, or fewer than were asked for."""
+    kv_blocks: int = 0
+    """Most blocks that `allocate_kv` can reserve; 0: as many as the host's memory holds."""
     state_bytes: int = 0
     """Bytes of a slot, which holds what recurrent layers remember of one sequence; 0: there are none."""
 

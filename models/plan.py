@@ -27,6 +27,7 @@ from localrun.kernels_cpu.team import WORDS
 from localrun.models.errors import ModelFileError
 from localrun.models.lora import EMBEDDING, MAX_RANK
 from localrun.models.program import (
+    HOST,
     RULES,
     Activation,
     Hidden,
@@ -77,7 +78,16 @@ class AdapterRows(Protocol):
 class Recorder:
     """Appends instructions; see the module's docstring. Shapes: T tokens of the batch, O rows whose logits are wanted."""
 
-    def __init__(self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False, n_ctx: int = 0) -> None:
+    def __init__(
+        self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False, n_ctx: int = 0, places: Sequence[int] = ()
+    ) -> None:
+        """places: of the first layers, the card that each lies on; one more than there are layers: what comes after them is there, too."""
+        self.places = places
+        self.borders: list[tuple[int, Row]] = []
+        """Where the place changes: number of the first instruction there, and the row that is handed over."""
+        self.marks: list[tuple[int, int]] = []
+        """Of each layer: number of its first instruction, and bytes of a pool block of those before it at the same place."""
+        self._place = HOST
         self.weights = weights
         self.n_ctx = n_ctx
         """Longest context that will be used; 0: what the file says."""
@@ -87,8 +97,8 @@ class Recorder:
         self.n_threads = n_threads
         self.kv_type = kv_type
         self.memory = Memory()
-        self.kv_block_bytes = 0
-        """Bytes of a pool block as far as recorded."""
+        self.kv_bytes = {HOST: 0}
+        """Bytes of a pool block as far as recorded, by place."""
         self._instructions: list[Instruction] = []
         self._buffers: dict[str, tuple[int, int]] = {}
         self._scratch: dict[str, int] = {}
@@ -134,9 +144,39 @@ class Recorder:
         self, module: str, factory: str, params: Sequence[int | str], args: list[int], name: str, rule: Rule = "tokens", factor: int = 1,
         beside: bool = False,
     ) -> Instruction:
-        instruction = Instruction(KernelSpec(module, factory, tuple(params)), args, rule, factor, beside, name)
+        instruction = Instruction(KernelSpec(module, factory, tuple(params)), args, rule, factor, beside, name, place=self._place)
         self._instructions.append(instruction)
         return instruction
+
+    # ---- places ----
+
+    def layer(self, i: int, x: Row) -> None:
+        """Layer i begins (i the number of layers: what comes after them). All that it takes over from before is in x."""
+        self.marks.append((len(self._instructions), self.kv_bytes.get(self._place, 0)))
+        place = self.places[i] if i < len(self.places) else HOST
+        if place != self._place:
+            self.borders.append((len(self._instructions), x))
+            self._place = place
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of a pool block in the host's memory, as far as recorded."""
+        return self.kv_bytes[HOST]
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether there is a classification head."""
+        return self._scores is not None
+
+    @property
+    def hidden_row(self) -> Row | None:
+        """Where the last hidden states are."""
+        return self._hidden.row if self._hidden else None
+
+    @property
+    def recorded(self) -> list[Instruction]:
+        """All instructions, whoever runs them."""
+        return self._instructions
 
     # ---- operations ----
 
@@ -362,17 +402,19 @@ class Recorder:
     ) -> None:
         if weight.columns != x.width:
             raise ValueError(f"{weight.name} takes {weight.columns} values, {name} gives {x.width}")
+        away = self._place != HOST
         address, stride, tiles = self._form(x, weight.kind)
         groups = -(-weight.rows // 16)
         per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
         unpacked_at = -(-matrix_scratch_bytes(self.max_batch) // 64) * 64 if self.amx else 0
         scratch, scratch_bytes = self._per_thread("matmul", unpacked_at + (0 if weight.packed else weight.group_bytes))
         args = [
-            weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address, out.stride,
-            per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
+            0 if away else weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address,
+            out.stride, per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
             0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at, tiles,
         ]
-        self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
+        instruction = self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
+        instruction.weight = weight if away else None
         if weight.name != EMBEDDING:
             self._site(weight, x, out, 1.0, rows == "outputs")
 
@@ -394,9 +436,9 @@ class Recorder:
             raise ValueError(
                 f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}"
             )
-        offset = self.kv_block_bytes if layer is None else layer
+        offset = self.kv_bytes.setdefault(self._place, 0) if layer is None else layer
         if layer is None:
-            self.kv_block_bytes += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+            self.kv_bytes[self._place] += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
         else:
             n_kv = 0
         args = [
@@ -421,8 +463,9 @@ class Recorder:
             sinks.address if sinks else 0, slopes.address if slopes else 0, 0 if self.ends is None else self.ends.ctypes.data,
         ]
         both = [] if self.ends is None else [1]
-        self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
-        self.fewest_kv = min(self.fewest_kv, n_kv)
+        if self._place == HOST:
+            self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
+            self.fewest_kv = min(self.fewest_kv, n_kv)
         self._append(
             "attention",
             "attention",
@@ -530,7 +573,7 @@ class Recorder:
         parts = -(-groups // per_chunk)
         scratch, scratch_bytes = self._per_thread("experts", 0 if stack.packed else stack.group_bytes)
         args = [
-            self.weights.table(stack.addresses()),
+            0 if self._place != HOST else self.weights.table(stack.addresses()),
             stack.group_bytes,
             stack.columns // stack.block,
             stack.rows,
@@ -553,6 +596,7 @@ class Recorder:
             "experts", "expert_matmul", [stack.type_name, by_head], args, name, rule, parts * (stack.n if by_head else k), beside
         )
         instruction.most = parts * stack.n
+        instruction.weight = stack if self._place != HOST else None
 
     def combine(self, y: Row, routing: Routing, x: Row, name: str, *, add: bool, weighted: bool = True, scale: float = 1.0) -> None:
         """x (+)= scale * sum over a token's choices of weight * y; y (T * k, width) by expert, x (T, width)."""
@@ -594,8 +638,11 @@ class Recorder:
     # ---- the end ----
 
     def finish(self, adapters: AdapterRows | None = None) -> Program:
-        """The program recorded so far. adapters: with an instruction beside each matrix that applies the adapters of the rows."""
-        instructions, adapted = list(self._instructions), dict[int, Site]()
+        """The program of the host, as recorded so far. adapters: with an instruction beside each matrix that applies the adapters of the
+        rows.
+        """
+        instructions, adapted = [i for i in self._instructions if i.place == HOST], dict[int, Site]()
+        cut = self.borders[0][0] if self.borders else 0
         if adapters is not None:
             instructions, adapted = self._with_adapters(adapters)
         logits = next((i for i, instruction in enumerate(instructions) if instruction is self._logits), -1)
@@ -604,6 +651,8 @@ class Recorder:
         args = np.zeros((n, ARGS), np.int64)
         waits = 0
         for i, instruction in enumerate(instructions):
+            if i == cut:
+                waits = 0
             args[i, : len(instruction.args)] = instruction.args
             if instruction.name == SOFT_CAP:
                 args[i, 0] = args[logits, LOGITS_ADDRESS:].ctypes.data
@@ -614,7 +663,7 @@ class Recorder:
                 table[i, 3] = -1
             else:
                 table[i, 3] = waits
-                waits = i
+                waits = i - (cut if i >= cut else 0)
         return Program(
             table, args, [i.kernel for i in instructions], [i.name for i in instructions],
             np.array([RULES.index(i.rule) for i in instructions]), np.array([i.factor for i in instructions], np.int64),
@@ -622,7 +671,7 @@ class Recorder:
             self.partial_bytes, self.fewest_kv, adapted, self._hidden,
             [i for i, instruction in enumerate(instructions) if any(instruction is one for one in self._head)],
             [i for i, one in enumerate(instructions) if i == logits or one.name == SOFT_CAP or self._is_logits(adapted.get(i))],
-            self._scores, self.ends,
+            self._scores, self.ends, cut,
         )
 
     @staticmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,14 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.experts import Layout
 
+if TYPE_CHECKING:
+    from localrun.models.weights import Stack, Weight
+
 Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans")
 """What an instruction's chunk count is a multiple of."""
+HOST = -1
+"""The place of instructions that no card runs."""
 
 
 def float_bits(value: float) -> int:
@@ -36,13 +41,17 @@ class Memory:
     def __init__(self) -> None:
         self.nbytes = 0
         self._keep: list[NDArray[np.uint8]] = []
+        self.regions: list[tuple[int, int]] = []
+        """(address, bytes) of each buffer."""
 
     def allocate(self, nbytes: int) -> int:
         """Address of a new buffer."""
         array = np.zeros(nbytes + 64, np.uint8)
         self._keep.append(array)
         self.nbytes += nbytes
-        return -(-array.ctypes.data // 64) * 64
+        address = int(-(-array.ctypes.data // 64) * 64)
+        self.regions.append((address, nbytes))
+        return address
 
 
 @dataclass
@@ -55,6 +64,10 @@ class Instruction:
     name: str
     most: int = 0
     """Bound of the chunk count, 0: none."""
+    place: int = HOST
+    """Which card runs it."""
+    weight: Weight | Stack | None = None
+    """The matrix it reads, where a card runs it; its address is then no argument."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,8 @@ class Program:
     """(O, labels), where the model has a classification head."""
     ends: NDArray[np.int32] | None = None
     """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
+    cut: int = 0
+    """How many instructions run before cards take over; what follows runs after them."""
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""

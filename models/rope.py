@@ -107,9 +107,13 @@ class AngleTable:
 
     def address(self, positions: int) -> int:
         """Address of the table, valid for positions 0..positions-1 and until the next call."""
+        return int(self.rows(positions).ctypes.data)
+
+    def rows(self, positions: int) -> NDArray[np.float32]:
+        """The table itself, for at least so many positions."""
         have = len(self._table)
         if positions > have:
             size = max(FIRST_POSITIONS, 2 * have, positions)
             fresh = self.of.table(np.arange(have, size, dtype=np.int64)).astype(np.float32)
             self._table = np.concatenate([self._table, fresh])
-        return int(self._table.ctypes.data)
+        return self._table

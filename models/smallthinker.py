@@ -36,6 +36,7 @@ def record(params: tuple[Decoder, Rope, Experts, int], r: Recorder, w: Weights) 
     p, rope, e, window = params
     x = r.embed(w.matrix("token_embd.weight"))
     for i in range(p.n_layers):
+        r.layer(i, x)
         blk = f"blk.{i}"
         routing = choose(r, w, blk, r.quantized(x, "x"), e)
         h = normed(r, w, p, x, f"{blk}.attn_norm")

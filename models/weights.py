@@ -40,6 +40,11 @@ class Vector:
         self._data[: self.n] = values
         self.address = self._data.ctypes.data
 
+    @property
+    def memory(self) -> NDArray[np.float32]:
+        """The values and the room behind them."""
+        return self._data
+
 
 class Weight:
     """A matrix (rows, columns): out = W x takes `columns` values and gives `rows`."""
@@ -75,6 +80,11 @@ class Weight:
     def packed_bytes(self) -> int:
         return -(-self.rows // 16) * self.group_bytes
 
+    def file_rows(self) -> NDArray[np.uint8]:
+        """uint8 (rows, row bytes): as the mapped file has them."""
+        whole = np.frombuffer(self._owner.gguf.data(self.name), np.uint8).reshape(-1, self.row_bytes)
+        return whole[self.first_row : self.first_row + self.rows]
+
 
 class Stack:
     """Matrices of one shape and type (rows, columns), one an expert or a head: the slices of a tensor of three dimensions."""
@@ -91,6 +101,11 @@ class Stack:
         self.packed, self.kind, self.block = first.packed, first.kind, first.block
         self.group_bytes, self.row_bytes = first.group_bytes, first.row_bytes
 
+    @property
+    def slices(self) -> list[Weight]:
+        """The matrices one by one."""
+        return self._slices
+
     def addresses(self) -> NDArray[np.int64]:
         """int64 (n,): what matmuls read for each."""
         if self._whole is not None:
@@ -102,13 +117,13 @@ class Stack:
 class Weights:
     """All tensors of one file. Keeps the mapping alive; `close` gives everything back."""
 
-    def __init__(self, gguf: GGUFFile, pack: bool | None = None) -> None:
-        """pack: None repacks when the packed weights and SPARE_MEMORY fit into what is free."""
+    def __init__(self, gguf: GGUFFile, pack: bool | None = None, away: Callable[[str], bool] = lambda name: False) -> None:
+        """pack: None repacks when the packed weights and SPARE_MEMORY fit into what is free; away: tensors that only cards read."""
         self.gguf = gguf
         self._base: dict[str, int] = {}
         self._asked: list[Weight] = []
         self._keep: list[object] = []
-        size = sum(self._packed_size(info) for info in gguf.tensors.values())
+        size = sum(self._packed_size(info) for info in gguf.tensors.values() if not away(info.name))
         self.pack = psutil.virtual_memory().available > size + SPARE_MEMORY if pack is None else pack
         self._arena: mmap.mmap | None = None
         self._next = self._end = 0
@@ -131,6 +146,11 @@ class Weights:
 
     def has(self, name: str) -> bool:
         return name in self.gguf.tensors
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """All that have been asked for."""
+        return [kept for kept in self._keep if isinstance(kept, Vector)]
 
     def _source(self, name: str) -> int:
         if name not in self._base:

@@ -122,6 +122,7 @@ DEVICE void norm(Words args, Words head) {
             if (args[5] && weight) v = mul_(v, weight[i]);
             if (args[5] && bias) v = add_(v, bias[i]);
         }
+        if (args[7] && i < n) row_of(args[7], args[8], t)[i] = v;
         give(args + 9, t, n, i, v);
     }
 }
