@@ -140,7 +140,8 @@ class Card:
                 self._functions[kernel.symbol] = module.get_function(kernel.symbol)
 
     def _cubin(self, text: str) -> bytes:
-        compiler = self._cupy.cuda.nvrtc
+        from cupy_backends.cuda.libs import nvrtc as compiler
+
         version = ".".join(map(str, compiler.getVersion()))
         target = self._cache / f"{fingerprint(text, self._capability, version, *OPTIONS)}.cubin"
         if target.exists():

@@ -90,19 +90,33 @@ class Emulator:
         missing = sorted({kernel for kernel in kernels if kernel.symbol not in self._symbols}, key=lambda kernel: kernel.symbol)
         if not missing:
             return
-        library = ctypes.CDLL(str(self._compiled(source(missing, "host"))))
+        # Whatever is compiled of the same source lies in one folder: a library, and beside it the names of its kernels.
+        folder = self._cache / fingerprint(source([], "host"), self._compiler, *FLAGS, _processor())
+        known = {symbol: names for names in folder.glob("*.txt") for symbol in names.read_text(encoding="utf-8").split()}
+        for kernel in missing:
+            if kernel.symbol in known and kernel.symbol not in self._symbols:
+                self._open(known[kernel.symbol].with_suffix(".so"), known[kernel.symbol])
+        missing = [kernel for kernel in missing if kernel.symbol not in self._symbols]
+        if missing:
+            library = self._compiled(source(missing, "host"), folder)
+            names = library.with_suffix(".txt")
+            names.write_text("\n".join(kernel.symbol for kernel in missing), encoding="utf-8")
+            self._open(library, names)
+
+    def _open(self, path: Path, names: Path) -> None:
+        library = ctypes.CDLL(str(path))
         library.localrun_launch.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, *[ctypes.c_void_p] * 2, ctypes.c_uint32]
         self._libraries.append(library)
-        for kernel in missing:
-            self._symbols[kernel.symbol] = ctypes.cast(getattr(library, kernel.symbol), ctypes.c_void_p).value or 0
-            self._launch[kernel.symbol] = library.localrun_launch
+        for symbol in names.read_text(encoding="utf-8").split():
+            self._symbols[symbol] = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
+            self._launch[symbol] = library.localrun_launch
 
-    def _compiled(self, text: str) -> Path:
-        target = self._cache / f"{fingerprint(text, self._compiler, *FLAGS, _processor())}.so"
+    def _compiled(self, text: str, cache: Path) -> Path:
+        target = cache / f"{fingerprint(text)}.so"
         if target.exists():
             return target
-        self._cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._cache) as folder:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
             written, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             written.write_text(text, encoding="utf-8")
             command = [self._compiler, *FLAGS, str(written), "-o", str(built)]

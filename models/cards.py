@@ -332,7 +332,7 @@ class Cards:
 
     def run(self, batch: Batch, logits: NDArray[np.float32]) -> None:
         """Takes the hidden rows from the host's buffer, and replaces them by what the cards' last layer leaves; where what comes after is
-        on a card, too, the outputs' logits go to `logits` (float32 (outputs or more, room)), or their last hidden states to where the host's
+        on a card, their logits go to `logits` (float32 (outputs or more, room)), or their last hidden states to where the host's
         plan has them.
         """
         x = self.segments[0].x

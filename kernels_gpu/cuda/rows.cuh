@@ -204,7 +204,10 @@ template <class A> DEVICE void gated(Words args, Words head) {
     VALUE_OF(args[3]);
     if (t >= head[TOKENS] * args[12]) return;
     float v = 0.0f;
-    if (i < n) v = mul_(A::of(row_of(args[0], args[2], t)[i]), row_of(args[1], args[2], t)[i]);
+    if (i < n) {
+        float *gate = row_of(args[0], args[2], t);
+        gate[i] = v = mul_(A::of(gate[i]), row_of(args[1], args[2], t)[i]);
+    }
     give(args + 4, t, n, i, v);
 }
 
@@ -214,9 +217,9 @@ DEVICE void gated_limited(Words args, Words head) {
     if (t >= head[TOKENS] * args[13]) return;
     float limit = number(args[12]), v = 0.0f;
     if (i < n) {
-        float g = smaller(row_of(args[0], args[2], t)[i], limit);
+        float *gate = row_of(args[0], args[2], t), g = smaller(gate[i], limit);
         float u = larger(smaller(row_of(args[1], args[2], t)[i], limit), -limit);
-        v = mul_(mul_(g, sigmoid(mul_(g, 1.702f))), add_(u, 1.0f));
+        gate[i] = v = mul_(mul_(g, sigmoid(mul_(g, 1.702f))), add_(u, 1.0f));
     }
     give(args + 4, t, n, i, v);
 }
@@ -225,7 +228,12 @@ DEVICE void gated_limited(Words args, Words head) {
 template <class A> DEVICE void activated(Words args, Words head) {
     VALUE_OF(args[2]);
     if (t >= head[TOKENS] * args[11]) return;
-    give(args + 3, t, n, i, i < n ? A::of(row_of(args[0], args[1], t)[i]) : 0.0f);
+    float v = 0.0f;
+    if (i < n) {
+        float *x = row_of(args[0], args[1], t);
+        x[i] = v = A::of(x[i]);
+    }
+    give(args + 3, t, n, i, v);
 }
 
 DEVICE void xielu(Words args, Words head) {
@@ -236,7 +244,9 @@ DEVICE void xielu(Words args, Words head) {
     float low = smaller(v, 0.0f);
     float below = mul_(add_(add_(exponential(smaller(low, eps)), -1.0f), -low), m);
     float above = v > 0.0f ? mul_(mul_(v, v), p) : 0.0f;
-    give(args + 3, t, n, i, fma_(v, b, add_(above, below)));
+    v = fma_(v, b, add_(above, below));
+    if (i < n) row_of(args[0], args[1], t)[i] = v;
+    give(args + 3, t, n, i, v);
 }
 
 DEVICE void add(Words args, Words head) {

@@ -1,0 +1,84 @@
+"""Whole models with layers on an emulated card: whatever is on it, the logits are the CPU's, to the bit.
+
+The card runs the very source that a real one runs (kernels_gpu/cuda), its threads in drawn orders; the rest of the pass is the CPU's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localrun.kernels_gpu.emulator import Emulator
+from localrun.models.load import load_model
+from localrun.models.model import LoadOptions, Span
+from tests.conformance.test_arch import RUN, path_of, reference_of
+from tests.kernels_gpu.running import needs_compiler
+
+pytestmark = needs_compiler
+CPU_ONLY = {
+    "deepseek2", "deepseek2-lite", "deepseek3", "falcon-h1", "gemma3n", "gemma4", "gemma4-moe", "granitehybrid", "jamba", "lfm2", "lfm2moe",
+    "mamba", "mamba2", "minicpm3", "nemotron_h",
+}  # fmt: skip
+"""Models whose layers no card computes; the line about it says so."""
+CASES = [case for i, case in enumerate(RUN) if case[0] not in [name for name, _ in RUN[:i]]]
+"""One file of every kind."""
+TYPES = [case for case in RUN if case[0] in ("llama-k", "qwen3-k", "llama-tq", "llama-16", "qwen3moe-k", "llama-tied", "gpt-oss")]
+SPLITS = [("llama", "q4_0"), ("gemma2", "q8_0"), ("mixtral", "q4_0"), ("phi3", "q4_0")]
+
+
+def load(name: str, variant: str, layers: int, devices: int = 1, **options: Any) -> Any:
+    cache = os.environ["LOCALRUN_CACHE"]
+    cards = [Emulator(Path(cache), seed=3 + i, name=f"card {i}", memory=options.pop("memory", 1 << 30)) for i in range(devices)]
+    asked = {"n_threads": 2, "max_batch": 64, "n_ctx": 256, "kv_type": "f32", "cache_dir": cache, **options}
+    return load_model(path_of(name, variant), LoadOptions(gpu_layers=layers, devices=cards, **asked))
+
+
+def logits(model: Any, tokens: NDArray[np.int32], cut: tuple[int, ...]) -> NDArray[np.float32]:
+    """Logits after every token, fed in such pieces and the rest at once, from blocks in no order."""
+    model.allocate_kv(16)
+    if model.info.state_bytes:
+        model.allocate_state(1)
+    table = np.array([3, 9, 0, 7, 5], np.int32)
+    rows, start = [], 0
+    for n in (*cut, len(tokens) - sum(cut)):
+        state = 0 if model.info.state_bytes else -1
+        span = Span(tokens[start : start + n], start, table, np.arange(n, dtype=np.int32), state=state)
+        rows.append(model.forward([span]).copy())
+        start += n
+    return np.concatenate(rows)
+
+
+def answer(name: str, variant: str, layers: int, cut: tuple[int, ...] = (20, 1, 3), **options: Any) -> tuple[Any, NDArray[np.float32]]:
+    model = load(name, variant, layers, **options)
+    try:
+        return model.info, logits(model, reference_of(name, variant).tokens, cut)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(("name", "variant"), sorted({*CASES, *TYPES}))
+def test_layers_on_a_card_change_no_bit(name: str, variant: str) -> None:
+    info, got = answer(name, variant, 1 << 20)
+    if name in CPU_ONLY:
+        assert info.gpu_layers == 0 and "no card kernel" in info.gpu_note
+        return
+    assert info.gpu_layers == info.n_layers > 0 and info.gpu_bytes > 0 and not info.gpu_note
+    _, expected = answer(name, variant, 0)
+    assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "variant"), SPLITS)
+@pytest.mark.parametrize(("layers", "devices"), [(1, 1), (2, 2), (99, 2)])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_splits_over_cards_and_the_cpu(name: str, variant: str, layers: int, devices: int, kv_type: str) -> None:
+    if (name, kv_type) != ("llama", "f16") and (layers, devices) == (1, 1):
+        kv_type = "bf16"
+    info, got = answer(name, variant, layers, devices=devices, kv_type=kv_type)
+    assert info.gpu_layers == min(layers, info.n_layers)
+    _, expected = answer(name, variant, 0, kv_type=kv_type)
+    assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))
