@@ -21,12 +21,16 @@ def split(free: Sequence[int], layers: Sequence[int], after: int, scratch: int, 
     card; asked: -1 takes as many as fit, else so many (at most all), whether they seem to fit or not. The first cards get the first layers,
     in proportion to their memory.
     """
+    if not free:
+        return ()
     rooms = [usable(each, scratch) for each in free]
     sizes = [*layers, after]
     if asked >= 0:
         wanted = sizes[:asked]
-        return _in_proportion(wanted, rooms) if wanted and sum(rooms) else (0,) * len(wanted) if free else ()
+        return _in_proportion(wanted, rooms)
     for n in range(len(sizes), 0, -1):
+        if sum(sizes[:n]) > sum(rooms):
+            continue
         for places in (_in_proportion(sizes[:n], rooms), _one_by_one(sizes[:n], rooms)):
             if places is not None and _fits(places, sizes, rooms):
                 return places

@@ -269,7 +269,7 @@ DEVICE void step(Room<DIM, WIDE> &room, const int *table, i64 keys, i64 values, 
 }
 
 template <int DIM, int WIDE> DEVICE void clear(Room<DIM, WIDE> &room, bool all) {
-    for (int i = threadIdx.x; i < QUERIES * WIDE; i += THREADS) (all ? room.total : room.out)[0][i] = 0.0f;
+    for (int i = threadIdx.x; i < QUERIES * WIDE; i += THREADS) (all ? room.total : room.out)[i / WIDE][i % WIDE] = 0.0f;
     if (threadIdx.x < QUERIES) (all ? room.all : room.state)[threadIdx.x] = Found{MASKED, 0.0f};
 }
 
@@ -318,8 +318,8 @@ template <class C, int DIM, int DIM_V, int CAP, int SLOPED> DEVICE void attentio
             if (tid < QUERIES) room.all[tid] = merged(room.all[tid], room.state[tid], &room.fade[tid], &room.fresh[tid]);
             barrier();
             for (int k = tid; k < QUERIES * WIDE; k += THREADS) {
-                int i = k / WIDE;
-                room.total[0][k] = fma_(room.total[0][k], room.fade[i], mul_(room.out[0][k], room.fresh[i]));
+                int i = k / WIDE, d = k % WIDE;
+                room.total[i][d] = fma_(room.total[i][d], room.fade[i], mul_(room.out[i][d], room.fresh[i]));
             }
             barrier();
         }
