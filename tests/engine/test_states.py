@@ -183,16 +183,21 @@ def test_a_full_context_is_shifted_by_computing_what_is_left_anew() -> None:
     assert (answer, dropped) == shifted(reuse=False)
 
 
-def test_a_stop_string_that_takes_tokens_back_leaves_no_snapshot_behind_the_text() -> None:
-    bias = {97: 60.0, 98: 55.0, 99: 55.0}
-    harness = Harness(FakeModel(**STATE), n_blocks=64)
-    prompt = [BOS, *range(40, 60)]
-    first = harness.ask(prompt, max_tokens=60, logit_bias=bias, stop=["aaaa"])
-    harness.run()
-    assert first.finished is not None and first.finished.reason == "stop"
-    second = harness.ask([*first.tokens, 65], max_tokens=10)
-    harness.run()
-    assert second.answer == oracle.answer([*first.tokens, 65], Sampling(seed=1), 10, **STATE)
+def test_an_answer_that_ends_before_what_was_computed_leaves_no_snapshot_there() -> None:
+    """Tokens are held back while they may begin a banned string; when a stop string is found among them, those behind it go."""
+    bias = {97: 40.0, 98: 40.0, 99: 40.0}
+    taken_back = 0
+    for seed in range(12):
+        harness = Harness(FakeModel(**STATE), n_blocks=64)
+        asked = {"seed": seed, "logit_bias": bias, "banned_strings": ["abcabcabc", "aaaaaaaa", "bcbcbcbc"], "stop": ["bc", "aa"]}
+        first = harness.ask([BOS, *range(40, 60)], max_tokens=60, **asked)
+        harness.run()
+        assert first.finished is not None and first.finished.reason == "stop"
+        taken_back += first.finished.passes - first.finished.completion_tokens > 1
+        second = harness.ask([*first.tokens, 65], max_tokens=10)
+        harness.run()
+        assert second.answer == oracle.answer([*first.tokens, 65], Sampling(seed=1), 10, **STATE)
+    assert taken_back > 2
 
 
 def test_an_evaluation_beside_answers() -> None:
