@@ -53,6 +53,15 @@ class Memory:
         self.regions.append((address, nbytes))
         return address
 
+    def view(self, address: int, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """A buffer's float32 values, to be written from outside."""
+        size = 4 * shape[0] * shape[1]
+        for array in self._keep:
+            first = address - array.ctypes.data
+            if first >= 0 and first + size <= len(array):
+                return array[first : first + size].view(np.float32).reshape(shape)
+        raise ValueError("no buffer lies there")
+
 
 @dataclass
 class Instruction:

@@ -221,6 +221,11 @@ class Weights:
         self._keep.append(kept)
         return int(kept.ctypes.data)
 
+    def keep(self, values: NDArray[np.float32]) -> int:
+        """Address of values (contiguous) that are kept as long as the weights."""
+        self._keep.append(values)
+        return int(values.ctypes.data)
+
     def scaled(self, name: str, factor: float) -> Vector:
         """The vector of that name times a factor."""
         return self.constant(self.values(name) * np.float32(factor))
