@@ -51,6 +51,8 @@ TILE_ROWS = 8
 QUERIES = 8
 """Query vectors (row x head of the group) that share one read of K and V."""
 MASKED = -1e30
+BOTH, FURTHER = 1, 2
+"""What rows see besides what comes before them: the whole sequence, or so many positions as each one's own end says."""
 ALIBI, TABLE_BIAS = 1, 2
 """What may be added to scores by distance: a slope a head, or values from a table a head (T5)."""
 
@@ -66,7 +68,7 @@ FRAME = 192
 
 def scratch_bytes(dim: int, dim_v: int) -> int:
     """Scratch memory a thread needs for `attention`."""
-    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8 + 8)
+    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8 + 8 + 8)
 
 
 def partial_bytes(n_heads: int, dim_v: int) -> int:
@@ -133,12 +135,13 @@ def _scores(codec: Codec, queries: int) -> Any:
     return scores
 
 
-def _softmax(queries: int, soft_cap: bool, bias: int, both: bool) -> Any:
+def _softmax(queries: int, soft_cap: bool, bias: int, sees: int) -> Any:
     """Masks the scores, moves maximum and sum on, turns scores into weights, fades the output so far.
 
     bias: ALIBI: scores fall with the distance in positions (Press et al. 2022), by the slopes that lie behind the frame's POSITIONS;
     TABLE_BIAS: what is added lies at the addresses there, by position of the key less that of the query (Raffel et al. 2020).
-    both: keys behind a query are seen too, up to the frame's END; a window lies half on either side.
+    sees: BOTH: keys behind a query are seen too, up to the frame's END; a window lies half on either side; FURTHER: up to ends of their
+    own, which lie behind the biases.
     """
 
     @numba.njit
@@ -153,7 +156,9 @@ def _softmax(queries: int, soft_cap: bool, bias: int, both: bool) -> Any:
             position = load_i64(load_i64(frame + POSITIONS) + 8 * i)
             past = position + 1
             unseen = position + 1 - window
-            if both:
+            if sees == FURTHER:
+                past = load_i64(load_i64(frame + POSITIONS) + 2 * QUERIES * 8 + 8 * i)
+            if sees == BOTH:
                 past = load_i64(frame + END)
                 unseen = position - (window >> 1)
                 if window > 0:
@@ -166,7 +171,7 @@ def _softmax(queries: int, soft_cap: bool, bias: int, both: bool) -> Any:
                 start = first + b * BLOCK
                 if bias == ALIBI:
                     ahead = i32_to_f32(load_i32x16(_LANES())) + splat_f32(f(start - position))
-                    if both:
+                    if sees == BOTH:
                         ahead = vmin(ahead, ahead * f(-1.0))
                     s = fma(ahead, splat_f32(load_f32(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i)), s)
                 if bias == TABLE_BIAS:
@@ -234,10 +239,10 @@ def _fetch(kv_type: str) -> Any:
     return both
 
 
-def _stepper(kv_type: str, soft_cap: bool, bias: int, both: bool, k_bytes: int, v_bytes: int) -> Any:
+def _stepper(kv_type: str, soft_cap: bool, bias: int, sees: int, k_bytes: int, v_bytes: int) -> Any:
     """A compiled function (frame, queries, first, end): all steps from `first` on, before `end`."""
     codec = Codec(kv_type)
-    steps = [(_scores(codec, n), _softmax(n, soft_cap, bias, both), _values(codec, n)) for n in (1, 2, 4, 8)]
+    steps = [(_scores(codec, n), _softmax(n, soft_cap, bias, sees), _values(codec, n)) for n in (1, 2, 4, 8)]
     (s1, m1, v1), (s2, m2, v2), (s4, m4, v4), (s8, m8, v8) = steps
     fetch = _fetch(kv_type)
 
@@ -312,17 +317,18 @@ def _low(position: int, window: int) -> int:
     return 0
 
 
-def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias: int = 0, both: int = 0) -> Any:
+def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias: int = 0, sees: int = 0) -> Any:
     """Kernel: a chunk is one kv head of one tile of rows (or one part of that): softmax(q k) v for all query heads of the group.
 
     args: 0 q (scaled), 1 q stride, 2 query heads, 3 kv heads, 4 out float32, 5 out stride, 6 offset of the layer in a pool block, 7
     window (0: all positions), 8 soft cap (float bits), 9 scratch, 10 scratch bytes a thread, 11 sinks float32 a head (0: none), 12
     slopes float32 a head (bias ALIBI), or tables float32 (TABLE_BIAS: where the first head's value for distance 0 lies, 14 bytes from
-    head to head), 13 int32 a row: how many positions its sequence has (if `both`; a window then lies half on either side). With the
-    header's PARTS above 1 tiles hold one row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
+    head to head), 13 int32 a row: how many positions its sequence has (sees BOTH: a window then lies half on either side) or the
+    row itself sees (FURTHER: an image's rows see each other, whichever comes first). With the header's PARTS above 1 tiles hold one
+    row, and a chunk leaves one part's maximum, sum and output in PARTIAL for attention_merge.
     """
     k_bytes, v_bytes = head_bytes(kv_type, dim), head_bytes(kv_type, room(dim_v))
-    run = _stepper(kv_type, bool(soft_cap), bias, bool(both), k_bytes, v_bytes)
+    run = _stepper(kv_type, bool(soft_cap), bias, sees, k_bytes, v_bytes)
     wide = room(dim_v)
     q_bytes, out_bytes = room(dim) * 4, wide * 4
     of_part = 64 + out_bytes
@@ -348,7 +354,7 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
         store_scalar(frame + OUT, out)
         store_scalar(frame + STATE, state)
         store_scalar(frame + POSITIONS, state + 2 * QUERIES * 8)
-        if both:
+        if sees == BOTH:
             store_scalar(frame + END, i64(load_i32(load_i64(args + 104) + 4 * row0)))
 
     @numba.njit
@@ -361,7 +367,13 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
             position = i64(load_i32(load_i64(head + H.POSITIONS) + 4 * row))
             store_scalar(load_i64(frame + POSITIONS) + 8 * i, position)
             last = position
-            if both:
+            if sees == FURTHER:
+                past = i64(load_i32(load_i64(args + 104) + 4 * row))
+                store_scalar(load_i64(frame + POSITIONS) + 2 * QUERIES * 8 + 8 * i, past)
+                last = past - 1
+                if i:
+                    last = max(last, load_i64(frame + LAST))
+            if sees == BOTH:
                 last = load_i64(frame + END) - 1
                 if load_i64(frame + WINDOW) > 0:
                     last = min(last, position + (load_i64(frame + WINDOW) >> 1))
@@ -399,7 +411,7 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
             gather(args, head, frame, row0, kv_head, base, n_queries)
             last = load_i64(frame + LAST)
             window = load_i64(args + 56)
-            if both and window > 0:
+            if sees == BOTH and window > 0:
                 window = (window >> 1) + 1  # so many of those before it does the first query see
             low = _low(load_i64(load_i64(frame + POSITIONS)), window)
             if parts > 1:

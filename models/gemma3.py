@@ -1,7 +1,7 @@
 """Gemma 3, text part (Gemma Team 2025).
 
 Gemma 2 with norms on query and key heads instead of soft caps. Five of six layers see a sliding window and rotate with base 10,000; the
-sixth sees everything and rotates with the file's base and scaling.
+sixth sees everything and rotates with the file's base and scaling. Rows of an image see each other; an image has fewer than the window.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def record(params: Gemma3, r: Recorder, w: Weights) -> list[Rope]:
     """The forward pass."""
     p = params.decoder
     x = r.embed(w.matrix("token_embd.weight"), scale=math.sqrt(p.width))
+    r.place_images(x)
     everything = Attention(halves=True, scale=params.query_scale, qk_norm="head", table=GLOBAL)
     local = replace(everything, window=params.window, table=LOCAL)
     how = [everything if i % PATTERN == PATTERN - 1 else local for i in range(p.n_layers)]

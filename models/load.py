@@ -6,6 +6,7 @@ Heavy: imports NumPy and LLVM; belongs into a runner process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
 from localrun.models.placing import Recorded, place
-from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
+from localrun.models.plan import LOGITS_ADDRESS, PLACE_IMAGES, SPARE_ROWS, ImageRows, Recorder
 from localrun.models.pooling import LONGEST_WHOLE, POOLINGS, is_causal
 from localrun.models.program import Program, room
 from localrun.models.registry import family_of
@@ -155,6 +156,8 @@ class RecordedModel:
             starts = np.arange(row, row + n, attention.TILE_ROWS)
             self._tiles[tiles : tiles + len(starts), 0] = starts
             self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
+            if self._recorder.images is not None:
+                self._place_images(self._recorder.images, row, span)
             if self._adapters is not None:
                 self._adapters.assign(row, n, span.adapter, span.adapter_scale)
             row += n
@@ -172,6 +175,8 @@ class RecordedModel:
         chunks = self._program.chunks(tokens, outputs, tiles, parts, len(spans))
         if self._adapters is not None:
             self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
+        if self._recorder.images is not None and not any(span.images for span in spans):
+            chunks[self._program.names_at(PLACE_IMAGES)] = 0
         if pooling:
             chunks[self._program.logits_only] = 0
         else:
@@ -191,6 +196,16 @@ class RecordedModel:
         if cut < len(chunks):
             self._team.run(self._program.table[cut:], chunks[cut:], grains[cut:])
         return outputs
+
+    def _place_images(self, rows: ImageRows, row: int, span: Span) -> None:
+        """Names the images' rows of a span that begins at `row`, and what each row sees."""
+        n = len(span.tokens)
+        rows.source_rows[row : row + n] = 0
+        rows.end_rows[row : row + n] = self._positions[row : row + n] + 1
+        for first, values in span.images:
+            end = first + len(values)
+            rows.source_rows[row + first : row + end] = values.ctypes.data + np.arange(len(values)) * values.strides[0]
+            rows.end_rows[row + first : row + end] = span.start + end
 
     def _place_state(self, spans: list[Span]) -> None:
         """Tells the kernels which slots the spans go on from, and where on the way their state is copied."""
@@ -236,6 +251,13 @@ class RecordedModel:
             raise ValueError(f"a context of {span.start + n} tokens; this model as supported handles {self._program.max_positions}")
         if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
             raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
+        done = 0
+        for first, values in span.images:
+            if self._recorder.images is None or values.dtype != np.float32 or values.shape[1:] != (self._recorder.image_row.width,):
+                raise ValueError(f"rows of an image of the shape {values.shape} in a {self.info.architecture} model")
+            if first < done or first + len(values) > n or values.strides[1] != 4:
+                raise ValueError("an image outside its span")
+            done = first + len(values)
         if span.adapter and not (self._adapters and self._adapters.knows(span.adapter)):
             raise ValueError(f"there is no adapter {span.adapter}")
         if len(asked) and (asked.min() < 0 or asked.max() >= n):
@@ -349,11 +371,17 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     def record(places: Sequence[int], probe: bool) -> Recorded:
         away = tuple(f"blk.{i}." for i in range(min(len(places), n_layers)))
         some = Weights(gguf, False if probe else options.pack, lambda name: bool(away) and name.startswith(away))
-        r = Recorder(some, max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx, places)
+        r = Recorder(some, max_batch, n_threads, options.kv_type, chosen.amx, options.n_ctx, places, options.images)
         return some, r, [AngleTable(rope) for rope in family.record(params, r, some)]
 
+    if options.images:
+        options = replace(options, gpu_layers=0)
     placed = place(record, n_layers, options.n_ctx or keys.int("context_length"), options, cache)
+    if options.images:
+        placed.note = "a model that sees images runs on the CPU"
     weights, recorder, cards = placed.weights, placed.recorder, placed.cards
+    if options.images and not recorder.image_row.width:
+        raise ModelFileError(gguf.path, "general.architecture", f"images are not supported in {gguf.architecture} models")
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]

@@ -36,6 +36,8 @@ class Span:
     adapter: what `add_adapter` returned, 0: none; adapter_scale: factor of what it adds.
     state: slot whose recurrent state the span goes on from and leaves its own in (start 0: from nothing), -1 where a model has none;
     snapshots: (number of tokens, slot) in rising order: after so many of `tokens` the state is written to that slot, too.
+    images: (index of a token, float32 (rows, width)) in rising order: rows of an image in place of the embeddings of so many tokens from
+    there on, which all see each other; the end of an image is in the span of its beginning, or of what is left to compute of it.
     """
 
     tokens: NDArray[np.int32]
@@ -46,6 +48,7 @@ class Span:
     adapter_scale: float = 1.0
     state: int = -1
     snapshots: tuple[tuple[int, int], ...] = ()
+    images: tuple[tuple[int, NDArray[np.float32]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class LoadOptions:
     """Layers to put on cards, the first ones; -1: as many as fit, 0: none. One more than there are: what comes after them, too."""
     devices: Sequence[Device] | None = None
     """The cards; None: those of this machine."""
+    images: bool = False
+    """Whether spans will have images. Raises ModelFileError for a model that cannot have any."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ SOFT_CAP = "soft_cap"
 """Name of the instruction that reads the logits where the matmul before it wrote them."""
 OUT_ADDRESS_AT = 5
 """Argument of lora.low_rank that says where the address of its output lies."""
+PLACE_IMAGES = "place_images"
+"""Name of the instruction that has no work where no span has an image."""
 SPARE_ROWS = 8
 """Rows behind the last one that matmul tiles may read (never use)."""
 CHUNK_BYTES = 96 << 10
@@ -61,6 +63,16 @@ LOGITS_ADDRESS = 6
 INT64_MAX = 2**63 - 1
 Activated = Literal["silu", "gelu_tanh", "relu", "relu_squared", "tanh", "sigmoid"]
 """Functions of kernels_cpu/math.py that may stand alone."""
+
+
+class ImageRows:
+    """For each row of a batch, where its values lie that an image gives (0: nowhere), and how many positions it sees."""
+
+    def __init__(self, memory: Memory, rows: int) -> None:
+        self.sources = memory.allocate(8 * rows)
+        self.ends = memory.allocate(4 * rows)
+        self.source_rows = memory.view(self.sources, rows, np.int64)
+        self.end_rows = memory.view(self.ends, rows, np.int32)
 
 
 class AdapterRows(Protocol):
@@ -79,7 +91,8 @@ class Recorder:
     """Appends instructions; see the module's docstring. Shapes: T tokens of the batch, O rows whose logits are wanted."""
 
     def __init__(
-        self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False, n_ctx: int = 0, places: Sequence[int] = ()
+        self, weights: Weights, max_batch: int, n_threads: int, kv_type: str, amx: bool = False, n_ctx: int = 0, places: Sequence[int] = (),
+        images: bool = False,
     ) -> None:
         """places: of the first layers, the card that each lies on; one more than there are layers: what comes after them is there, too."""
         self.places = places
@@ -111,6 +124,10 @@ class Recorder:
         self._max_positions = 0
         self.partial_bytes = 0
         self.fewest_kv = 1 << 30
+        self.images = ImageRows(self.memory, max_batch + SPARE_ROWS) if images else None
+        """Where the rows of images are named, if spans may have some."""
+        self.image_row = Row(0, 0, 0)
+        """Where they go, in a model that can have them."""
         self.sites: list[Site] = []
         self._logits: Instruction | None = None
         self.state_bytes = 0
@@ -452,24 +469,29 @@ class Recorder:
         self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0,
         sinks: Vector | None = None, slopes: Vector | None = None,
     ) -> Row:
-        """Attention of q over the layer at that offset, causal unless `see_both_ways`: (T, n_heads * dim_v).
+        """Attention of q over the layer at that offset, causal unless `see_both_ways`, but for an image's rows, which see each other:
+        (T, n_heads * dim_v).
 
         slopes: ALiBi's, one a head.
         """
+        ends, sees = 0, list[int]()
+        if self.ends is not None:
+            ends, sees = self.ends.ctypes.data, [attention.BOTH]
+        elif self.images is not None:
+            ends, sees = self.images.ends, [attention.FURTHER]
         out = self.row("attended", n_heads * dim_v)
         scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
         args = [
             q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
-            sinks.address if sinks else 0, slopes.address if slopes else 0, 0 if self.ends is None else self.ends.ctypes.data,
+            sinks.address if sinks else 0, slopes.address if slopes else 0, ends,
         ]
-        both = [] if self.ends is None else [1]
         if self._place == HOST:
             self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
             self.fewest_kv = min(self.fewest_kv, n_kv)
         self._append(
             "attention",
             "attention",
-            [self.kv_type, dim, dim_v, int(soft_cap > 0), attention.ALIBI if slopes else 0, *both],
+            [self.kv_type, dim, dim_v, int(soft_cap > 0), attention.ALIBI if slopes else 0, *sees],
             args,
             "attention",
             "tile_parts",
@@ -477,6 +499,14 @@ class Recorder:
         )
         self._append("attention", "attention_merge", [dim_v], list(args), "attention_merge", "merges", n_kv)
         return out
+
+    # ---- images ----
+
+    def place_images(self, x: Row) -> None:
+        """x[t] = the image's row where token t stands for one; x (T, width), after the embedding."""
+        self.image_row = x
+        if self.images is not None:
+            self._append("vision", "place_rows", [], [x.address, x.stride, x.width, self.images.sources], PLACE_IMAGES)
 
     # ---- experts ----
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from localrun.kernels_cpu.experts import Layout
 if TYPE_CHECKING:
     from localrun.models.weights import Stack, Weight
 
+T = TypeVar("T", bound=np.generic)
 Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans")
 """What an instruction's chunk count is a multiple of."""
@@ -53,13 +54,13 @@ class Memory:
         self.regions.append((address, nbytes))
         return address
 
-    def view(self, address: int, shape: tuple[int, int]) -> NDArray[np.float32]:
-        """A buffer's float32 values, to be written from outside."""
-        size = 4 * shape[0] * shape[1]
+    def view(self, address: int, n: int, kind: type[T]) -> NDArray[T]:
+        """A buffer's first n values, to be written from outside."""
+        size = n * np.dtype(kind).itemsize
         for array in self._keep:
             first = address - array.ctypes.data
             if first >= 0 and first + size <= len(array):
-                return array[first : first + size].view(np.float32).reshape(shape)
+                return array[first : first + size].view(kind)
         raise ValueError("no buffer lies there")
 
 
@@ -179,6 +180,10 @@ class Program:
     """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
     cut: int = 0
     """How many instructions run before cards take over; what follows runs after them."""
+
+    def names_at(self, name: str) -> NDArray[np.int64]:
+        """Numbers of the instructions of that name."""
+        return np.array([i for i, known in enumerate(self.names) if known == name], np.int64)
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""

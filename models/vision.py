@@ -25,7 +25,7 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo, open_gguf
 from localrun.models.model import LoadOptions, Progress
 from localrun.models.params import Keys
-from localrun.models.plan import LOGITS_ADDRESS, SPARE_ROWS, Recorder
+from localrun.models.plan import LOGITS_ADDRESS, Recorder
 from localrun.models.program import Instruction, Program, Row, float_bits, room
 from localrun.models.validate import F32, check_model
 from localrun.models.weights import Weight, Weights
@@ -247,7 +247,8 @@ class VisionEncoder:
         header[head.TOKENS // 8] = p.side**2
         header[head.OUTPUTS // 8] = p.n_tokens
         header[head.OUTPUT_ROWS // 8] = self._output_rows.ctypes.data
-        self._pixels = r.memory.view(pixels.address, (p.side**2 + SPARE_ROWS, pixels.stride // 4))[: p.side**2, : pixels.width]
+        room_for = r.memory.view(pixels.address, p.side**2 * pixels.stride // 4, np.float32)
+        self._pixels = room_for.reshape(p.side**2, -1)[:, : pixels.width]
         self._stages = self._cut(p)
 
     def _cut(self, p: Vision) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
