@@ -60,6 +60,15 @@ class ToolCall(Struct, kw_only=True):
     arguments: dict[str, Any] | str
 
 
+class Image(Struct, kw_only=True, omit_defaults=True):
+    """An image file in a text."""
+
+    data: bytes
+    """PNG, JPEG, ... as it is."""
+    at: int = 0
+    """Before which character of the text it stands."""
+
+
 class Message(Struct, kw_only=True, omit_defaults=True):
     role: str
     content: str = ""
@@ -67,6 +76,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+    images: list[Image] = []
 
 
 # ---- daemon -> runner ---------------------------------------------------------------------------------------------------------
@@ -81,6 +91,8 @@ class Load(Struct, tag="load", kw_only=True):
     """Where compiled kernels and built tokenizers are kept."""
     digest: str = ""
     """Blob digest, keys the tokenizer cache; empty: no cache."""
+    projector: str = ""
+    """The mmproj file (GGUF) with which it sees images; empty: it sees none."""
     template: str | None = None
     """Jinja source that replaces the file's own, from a Modelfile."""
     num_thread: int = 0
@@ -112,6 +124,8 @@ class Generate(Struct, tag="generate", kw_only=True):
     messages: list[Message] | None = None
     prompt: str | None = None
     prompt_tokens: list[int] | None = None
+    images: list[Image] = []
+    """With `prompt`: those that stand in it."""
     system: str | None = None
     """With `prompt`: the system message to render in front of it."""
     template: str | None = None

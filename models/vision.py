@@ -236,6 +236,7 @@ class VisionEncoder:
         self, p: Vision, program: Program, crew: team.Team, header: NDArray[np.int64], r: _Recorder, w: Weights, pixels: Row
     ) -> None:
         self.params = p
+        self.image_size, self.n_tokens = p.image_size, p.n_tokens
         self._team = crew
         self._recorder = r
         self._weights: Weights | None = w

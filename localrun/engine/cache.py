@@ -41,7 +41,7 @@ class KVCache:
         if not seq.may_reuse or seq.pending <= 1 or seq.computed % self.pool.block_tokens:
             return
         limit = len(seq.tokens) - 1
-        match = (self.tree.match if self.states is None else self.tree.match_state)(seq.tokens, limit, seq.kind)
+        match = (self.tree.match if self.states is None else self.tree.match_state)(seq.keys, limit, seq.kind)
         seq.branch = match.n_known - match.n_known % self.pool.block_tokens
         if match.n_tokens <= seq.computed:
             return
@@ -110,7 +110,7 @@ class KVCache:
         known = min(seq.computed, len(seq.tokens))  # an answer cut at a stop string has less than was computed
         whole = known - known % self.pool.block_tokens
         if whole > seq.in_tree:
-            seq.tree_cursor = self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, whole, kind=seq.kind)
+            seq.tree_cursor = self.tree.insert(seq.tree_cursor, seq.keys, seq.blocks, seq.in_tree, whole, kind=seq.kind)
             seq.in_tree = whole
         self._attach_saves(seq)
 
@@ -123,7 +123,7 @@ class KVCache:
         """The state after so many of the sequence's tokens stays as a snapshot, if the tree knows these tokens."""
         assert self.states is not None
         known = 0 < position <= len(seq.tokens) and seq.may_reuse
-        where = self.tree.locate(seq.tokens, position, seq.kind) if known else None
+        where = self.tree.locate(seq.keys, position, seq.kind) if known else None
         if where is None:
             self.states.give(slot)
         else:
@@ -155,7 +155,7 @@ class KVCache:
         """Takes all blocks from a sequence; what it has computed stays in the tree for as long as nobody needs the room."""
         if seq.may_reuse and seq.blocks:
             known = min(seq.computed, len(seq.tokens))
-            self.tree.insert(seq.tree_cursor, seq.tokens, seq.blocks, seq.in_tree, known, tail=True, kind=seq.kind)
+            self.tree.insert(seq.tree_cursor, seq.keys, seq.blocks, seq.in_tree, known, tail=True, kind=seq.kind)
         if self.states is not None:
             self._attach_saves(seq)
             if seq.slot >= 0:

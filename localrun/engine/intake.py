@@ -17,6 +17,7 @@ from localrun.engine.answer import Answer
 from localrun.engine.bans import BannedStrings
 from localrun.engine.beams import BeamSearch
 from localrun.engine.draws import draw_seed
+from localrun.engine.images import MOST_IMAGES, PlacedImage, form_of, place
 from localrun.engine.jobs import Evaluation, Generation
 from localrun.engine.parts import Parts
 from localrun.engine.sampler import Sampler
@@ -74,6 +75,7 @@ class Intake:
         self._n_vocab = parts.model.info.n_vocab
         self._most_tokens = min(parts.model.info.n_ctx_train or pool_tokens, pool_tokens)
         self._adapters = adapters
+        self._form = form_of(parts.encoder) if parts.encoder is not None else None
         self._clock = clock
         self._grammars: GrammarCompiler | None = None
         self._making = threading.Lock()
@@ -86,11 +88,13 @@ class Intake:
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
         prompt = self.prompt(request, context)
-        shifts = request.overflow in ("shift", "sinks")
+        images = self._placed(prompt)
+        shifts = request.overflow in ("shift", "sinks") and not images
         if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
             raise BadRequest(f"deadline_s must be 0 or more, it is {request.deadline_s:g}", param="deadline_s")
         deadline = arrival + request.deadline_s if request.deadline_s else None
         seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority, deadline=deadline)
+        seq.images = images
         given = request.sampling.seed
         seed = draw_seed() if given is None or given < 0 else given
         breakers = self._breakers(request.sampling.dry_sequence_breakers)
@@ -143,6 +147,7 @@ class Intake:
             f'overflow "{request.overflow}"': request.overflow in ("shift", "sinks"),
         }
         job = self.generation(request)
+        excluded["images"] = bool(job.seq.images)
         excluded["a required tool call or a bound on thinking"] = job.constraint is not None
         asked = [name for name, is_asked in excluded.items() if is_asked]
         if asked:
@@ -167,6 +172,15 @@ class Intake:
             job.dropped_tokens,
         )
 
+    def _placed(self, prompt: Prompt) -> list[PlacedImage]:
+        """The prompt's images, decoded."""
+        encoder = self._parts.encoder
+        if not prompt.images or encoder is None:
+            return []
+        if len(prompt.images) > MOST_IMAGES:
+            raise BadRequest(f"images: {len(prompt.images)} in one prompt; at most {MOST_IMAGES} are taken", param="images")
+        return [place(image.data, start, encoder) for start, image in prompt.images]
+
     def _take_adapters(self, seq: Sequence, request: Generate | Evaluate) -> None:
         """The last thing: from here on the job has something to give back."""
         if not math.isfinite(request.adapter_scale):
@@ -181,6 +195,8 @@ class Intake:
             return "this model has recurrent state, which is not kept on disk"
         if request.adapters:
             return "K/V that adapters have a part in are not kept on disk"
+        if request.images or any(message.images for message in request.messages or []):
+            return "K/V of images are not kept on disk"
         return "" if self._keeps_sessions else "nothing is kept on disk here (LOCALRUN_SESSION_SIZE is 0)"
 
     def context_length(self, request: Generate) -> int:
@@ -192,9 +208,9 @@ class Intake:
     def prompt(self, request: Generate, context: int) -> Prompt:
         """The prompt under the request's overflow policy; at least one token."""
         try:
-            prompt = build_prompt(request, self._tokenizer, self._parts.template, context)
+            prompt = build_prompt(request, self._tokenizer, self._parts.template, context, self._form)
         except ContextOverflow:
-            plain = request.messages is None and (request.raw or request.prompt_tokens is not None)
+            plain = request.messages is None and not request.images and (request.raw or request.prompt_tokens is not None)
             if not plain or request.overflow not in ("shift", "sinks"):
                 raise
             prompt = self._shifted(request, context)
@@ -204,7 +220,7 @@ class Intake:
 
     def _shifted(self, request: Generate, context: int) -> Prompt:
         """A prompt that has no whole messages to drop: its first few tokens, and as many of the last as leave room for an answer."""
-        whole = build_prompt(request, self._tokenizer, self._parts.template, 1 << 30)
+        whole = build_prompt(request, self._tokenizer, self._parts.template, 1 << 30, self._form)
         kept = max(1, context - max(1, context // 8))
         first = min(SINK_TOKENS, kept // 2)
         tokens = whole.tokens[:first] + whole.tokens[len(whole.tokens) - (kept - first) :]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from localrun.models.model import LoadOptions, Model, Progress
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from localrun.engine.images import Encoder
     from localrun.text.template import ChatTemplate
     from localrun.text.tokenizer import Tokenizer
 
@@ -26,6 +28,8 @@ class Parts:
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
+    encoder: Encoder | None = None
+    """Makes rows of images, for a model that sees."""
     draft: Model | None = None
     """Guesses ahead for the model; has its vocabulary."""
     pair_template: str = ""
@@ -39,7 +43,11 @@ class Parts:
             return ["rerank"]
         if not info.causal or info.pooling:
             return ["embedding"]
-        able = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
+        able = {
+            "tools": self.template.supports_tools,
+            "thinking": self.template.supports_thinking,
+            "vision": self.encoder is not None,
+        }
         return ["completion", *(name for name, has in able.items() if has)]
 
 
@@ -62,6 +70,7 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         tokenizer = load_tokenizer(gguf, Path(load.cache_dir) if load.digest else None, load.digest)
         template = chat_template_for(gguf, load.template)
         pair_template = gguf.metadata.get("tokenizer.chat_template.rerank")
+        n_embd = int(gguf.metadata.get(f"{gguf.architecture}.embedding_length", 0))
     options = LoadOptions(
         n_threads=load.num_thread,
         n_ctx=load.num_ctx,
@@ -69,19 +78,37 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         kv_type=load.kv_cache_type,
         cache_dir=load.cache_dir,
         isa=load.isa,
+        images=bool(load.projector),
     )
-    try:
-        model = load_model(path, options, progress)
-        if load.draft_path and model.info.state_bytes:
-            model.close()
-            raise BadRequest(
-                f"draft: a model of the kind {model.info.architecture} cannot take guesses back, so none are made for it; load it without",
-                param="draft",
-            )
-        draft = _load_draft(load, tokenizer, options, progress) if load.draft_path else None
-    except (CompileError, ValueError) as error:
-        raise LoadFailed(str(error)) from error
-    return Parts(model, tokenizer, template, draft, pair_template if isinstance(pair_template, str) else "")
+    with contextlib.ExitStack() as loaded:
+        try:
+            model = load_model(path, options, progress)
+            loaded.callback(model.close)
+            if load.draft_path and model.info.state_bytes:
+                raise BadRequest(
+                    f"draft: a model of the kind {model.info.architecture} cannot take guesses back, so none are made for it; load it "
+                    "without",
+                    param="draft",
+                )
+            encoder = _load_encoder(load, n_embd, replace(options, n_threads=model.info.n_threads), progress) if load.projector else None
+            if encoder is not None:
+                loaded.callback(encoder.close)
+            draft = _load_draft(load, tokenizer, replace(options, images=False), progress) if load.draft_path else None
+        except (CompileError, ValueError) as error:
+            raise LoadFailed(str(error)) from error
+        loaded.pop_all()
+    return Parts(model, tokenizer, template, encoder, draft, pair_template if isinstance(pair_template, str) else "")
+
+
+def _load_encoder(load: Load, n_embd: int, options: LoadOptions, progress: Progress) -> Encoder:
+    """Raises ModelFileError, LoadFailed."""
+    from localrun.models.vision import load_vision
+
+    encoder = load_vision(load.projector, n_embd, options, progress)
+    if encoder.n_tokens > options.max_batch:
+        encoder.close()
+        raise LoadFailed(f"an image takes {encoder.n_tokens} tokens, which come in one pass; num_batch is {options.max_batch}")
+    return encoder
 
 
 def _load_draft(load: Load, tokenizer: Tokenizer, options: LoadOptions, progress: Progress) -> Model:

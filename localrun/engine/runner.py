@@ -24,6 +24,7 @@ import msgspec
 from localrun import messages
 from localrun.engine.beams import BeamSearch
 from localrun.engine.drafting import Drafter
+from localrun.engine.images import ImageDesk, Withdrawn
 from localrun.engine.intake import Intake
 from localrun.engine.jobs import Job
 from localrun.engine.memory import available_memory, blocks_without_kv, kv_budget, state_slots
@@ -118,6 +119,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     ready: Future[Runner] = Future()
     threading.Thread(target=_listen, args=(pipe, ready), name="reader", daemon=True).start()
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
+    runner: Runner | None = None
     try:
         n_blocks, n_slots = _allocate(parts, load)
         sessions = _sessions(parts, load)
@@ -152,6 +154,8 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
         parts.model.close()
         if parts.draft is not None:
             parts.draft.close()
+        if parts.encoder is not None and runner is None:
+            parts.encoder.close()
 
 
 def _sessions(parts: Parts, load: Load) -> SessionStore | None:
@@ -251,12 +255,17 @@ class Runner:
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
         self._prepared = False
         """Whether the first quiet moment has been used."""
-        self._inbox: queue.SimpleQueue[Job | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
+        self._desk = ImageDesk(parts.encoder, lambda job: self._inbox.put(job), max_queue) if parts.encoder is not None else None
+        self._inbox: queue.SimpleQueue[Job | Withdrawn | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Raises DaemonGone when an event cannot be sent."""
-        while self._take_messages():
-            self.engine.step()
+        try:
+            while self._take_messages():
+                self.engine.step()
+        finally:
+            if self._desk is not None:
+                self._desk.close()
 
     def _take_messages(self) -> bool:
         """Handles what has come; waits for something when there is no work. False: the end."""
@@ -276,6 +285,8 @@ class Runner:
                 self.engine.cancel(message.request_id)
             elif isinstance(message, Inspect):
                 self._pipe.send(self.engine.inspected(message.request_id))
+            elif isinstance(message, Withdrawn):
+                self.engine.withdraw(message.job, message.error)
             else:
                 self._submit(message)
 
@@ -293,6 +304,8 @@ class Runner:
 
     def handle(self, message: ToRunner) -> None:
         """In the reader thread: answers what needs no model, and hands the rest to the loop. Raises DaemonGone."""
+        if isinstance(message, Cancel) and self._desk is not None and self._desk.cancel(message.request_id):
+            return
         if isinstance(message, Cancel | Inspect | Shutdown):
             self._inbox.put(message)
             return
@@ -307,12 +320,25 @@ class Runner:
         if answer is not None:
             self._pipe.send(answer)
 
+    def _pass_on(self, job: Job) -> None:
+        """To the engine, by way of the images' desk where there are some."""
+        if self._desk is None or not job.seq.images:
+            self._inbox.put(job)
+            return
+        try:
+            self._desk.submit(job)
+        except LocalrunError as error:
+            self._inbox.put(Withdrawn(job, error))
+
     def _answered(self, message: Load | Generate | Embed | Rank | Render | Tokenize | Detokenize | Evaluate) -> FromRunner | None:
         """The answer, or None when it will come from the engine."""
         match message:
             case Generate():
                 many = message.num_beams != 1 and message.max_tokens != 0
-                self._inbox.put(self._intake.search(message) if many else self._intake.generation(message))
+                if many:
+                    self._inbox.put(self._intake.search(message))
+                else:
+                    self._pass_on(self._intake.generation(message))
             case Evaluate():
                 self._inbox.put(self._intake.evaluation(message))
             case Embed():

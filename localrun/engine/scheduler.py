@@ -254,6 +254,9 @@ class Scheduler:
             count = seq.pending
         if ALIGN_FROM <= count < seq.pending:
             count -= (seq.computed + count) % self.cache.pool.block_tokens
+        count = seq.uncut(count, self.max_rows - taken)
+        if not count:
+            return False
         while not self.cache.grow(seq, count):
             victim = self._victim(plan)
             if victim is seq:
@@ -273,13 +276,17 @@ class Scheduler:
             return False
         if self.cache.states is not None:  # what can be taken is a state, and that is only where a snapshot will be
             return any(
-                seq.computed < position < len(seq.tokens) and s.seq.tokens[:position] == seq.tokens[:position]
+                seq.computed < position < len(seq.tokens) and s.seq.kind == seq.kind and s.seq.keys[:position] == seq.keys[:position]
                 for s in plan.slices
                 for position in s.seq.saves
             )
         end = seq.computed - seq.computed % self.cache.pool.block_tokens + self.cache.pool.block_tokens
         return end < len(seq.tokens) and any(
-            s.seq.may_reuse and s.start <= seq.computed and s.start + s.count >= end and s.seq.tokens[:end] == seq.tokens[:end]
+            s.seq.may_reuse
+            and s.start <= seq.computed
+            and s.start + s.count >= end
+            and s.seq.kind == seq.kind
+            and s.seq.keys[:end] == seq.keys[:end]
             for s in plan.slices
         )
 

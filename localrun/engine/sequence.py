@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from localrun.engine.adapters import LoadedAdapter
+    from localrun.engine.images import PlacedImage
     from localrun.engine.prefix import Node
 
 
@@ -43,6 +44,8 @@ class Sequence:
     wants_all_rows: bool = False
     adapter: LoadedAdapter | None = None
     adapter_scale: float = 1.0
+    images: list[PlacedImage] = field(default_factory=list)
+    """Those that stand in its prompt, in their order. A sequence that has some is never shifted."""
     pools: bool = False
     """Whether a vector is wanted of it, and no logits."""
     whole: bool = False
@@ -85,6 +88,28 @@ class Sequence:
     def kind(self) -> Kind:
         """What its K/V depend on besides its tokens."""
         return () if self.adapter is None else (self.adapter.serial, self.adapter_scale)
+
+    @property
+    def keys(self) -> list[int]:
+        """What its tokens are known by in the prefix tree: themselves, but for those that stand for an image."""
+        if not self.images:
+            return self.tokens
+        keys = list(self.tokens)
+        for image in self.images:
+            keys[image.start : image.end] = [image.key(i) for i in range(image.n)]
+        return keys
+
+    def uncut(self, count: int, most: int) -> int:
+        """As many of its next `count` tokens as can be computed without leaving an image in the middle, whose rows see each other; more,
+        up to `most`, where it begins with one.
+        """
+        end = self.computed + count
+        for image in self.images:
+            if image.start < end < image.end:
+                if image.start > self.computed:
+                    return image.start - self.computed
+                return image.end - self.computed if image.end - self.computed <= most else 0
+        return count
 
     @property
     def pending(self) -> int:

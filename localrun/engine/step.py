@@ -188,6 +188,14 @@ class Engine:
             self._remove(job)
             self._emit(job.cancelled(self._clock()))
 
+    def withdraw(self, job: Job, error: LocalrunError | None) -> None:
+        """Ends a job that was never submitted: with an error, or cancelled."""
+        self.adapters.release(job.seq.adapter)
+        if error is None:
+            self._emit(job.cancelled(self._clock()))
+        else:
+            self._emit(Failed(request_id=job.seq.request_id, code=error.code, message=str(error), param=error.param))
+
     def fail(self, request_id: str, error: LocalrunError) -> None:
         """Ends a job with an error, and the batch that it belongs to; one that has ended already is fine."""
         job = self._jobs.get(request_id)
@@ -257,13 +265,13 @@ class Engine:
         missed = len(seq.tokens) - seq.n_cached
         if isinstance(job, Preparation) or not seq.may_reuse or seq.pools or missed < _WORTH_EXPLAINING:
             return
-        miss = self.cache.tree.near_miss(seq.tokens, seq.kind)
+        miss = self.cache.tree.near_miss(seq.keys, seq.kind)
         if miss is None or miss.beyond < _WORTH_EXPLAINING:
             return
         wanted = seq.tokens[miss.position : miss.position + len(miss.cached)]
         job.near_miss = (
             f"{miss.position} tokens agree with a cached prompt, then this one says {self._say(wanted)} where that one says "
-            f"{self._say(list(miss.cached))}; {missed} tokens are read again"
+            f"{self._say([max(token, 0) for token in miss.cached])}; {missed} tokens are read again"
         )
         self._near_misses.append(job.near_miss)
         log.info("request %s: %s", seq.request_id, job.near_miss)
@@ -336,6 +344,7 @@ class Engine:
                 adapter=s.seq.adapter.number if s.seq.adapter is not None else 0,
                 adapter_scale=s.seq.adapter_scale,
                 state=s.seq.slot,
+                images=_images_in(s),
                 snapshots=tuple((position - s.start, slot) for position, slot in s.seq.saves.items()),
             )
             for s in plan.slices
@@ -455,3 +464,14 @@ class Engine:
             self.drafter.forget(job.seq.request_id)
         del self._jobs[job.seq.request_id]
         self._reported.discard(job.seq.request_id)
+
+
+def _images_in(s: Slice) -> tuple[tuple[int, Floats], ...]:
+    """The rows of images among a slice's tokens, and the index of the first of them."""
+    end = s.start + s.count
+    found = []
+    for image in s.seq.images:
+        if image.start < end and image.end > s.start:
+            assert image.rows is not None
+            found.append((max(image.start, s.start) - s.start, image.rows[max(s.start - image.start, 0) : end - image.start]))
+    return tuple(found)

@@ -11,11 +11,12 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from localrun.errors import BadRequest, ContextOverflow, TemplateError
-from localrun.messages import Generate, Message
+from localrun.errors import BadRequest, ContextOverflow, TemplateError, Unsupported
+from localrun.messages import Generate, Image, Message
+from localrun.text.pictures import PictureForm, Pictures
 from localrun.text.template import ChatTemplate
 from localrun.text.tokenizer import Tokenizer
 
@@ -33,23 +34,31 @@ class Prompt:
     """Messages left out because they did not fit."""
     dropped_tokens: int = 0
     """How many tokens that saved."""
+    images: list[tuple[int, Image]] = field(default_factory=list)
+    """Those in it, in their order, and where the tokens begin that stand for each."""
 
 
-def build_prompt(request: Generate, tokenizer: Tokenizer, template: ChatTemplate, n_ctx: int) -> Prompt:
-    """The prompt of `request`.
+def build_prompt(
+    request: Generate, tokenizer: Tokenizer, template: ChatTemplate, n_ctx: int, form: PictureForm | None = None
+) -> Prompt:
+    """The prompt of `request`. form: how the model reads images; None: it sees none.
 
     n_ctx: most tokens that prompt and answer may hold together; the answer needs room for at least one, unless max_tokens is 0.
     Raises ContextOverflow: it does not fit, and the request does not let messages be dropped or none is left that may be.
     TemplateError: the template does not accept the messages. BadRequest: the request holds no prompt or several.
+    Unsupported: it holds images, and the model sees none.
     """
     if sum(part is not None for part in (request.messages, request.prompt, request.prompt_tokens)) != 1:
         raise BadRequest("exactly one of messages, prompt and prompt_tokens must be given")
+    if form is None and (request.images or any(message.images for message in request.messages or [])):
+        raise Unsupported("images: this model does not see images", param="images")
+    pictures = Pictures(form)
     room = n_ctx if request.max_tokens == 0 else n_ctx - 1
     if request.prompt_tokens is not None:
         tokens = _checked(request.context + request.prompt_tokens, tokenizer)
         return _fitting(Prompt(tokens, _text_of(tokens, tokenizer)), room)
     if request.raw and request.prompt is not None:
-        return _fitting(_assembled(request.prompt, request, tokenizer), room)
+        return _fitting(_assembled(pictures.marked(request.prompt, request.images), request, tokenizer, pictures), room)
     if request.template is not None:
         template = template.with_source(request.template)
     messages = request.messages if request.messages is not None else _as_messages(request)
@@ -57,10 +66,11 @@ def build_prompt(request: Generate, tokenizer: Tokenizer, template: ChatTemplate
         raise BadRequest("messages must not be empty", param="messages")
     if template.fallback and request.messages is None and not request.system:
         # A base model continues the prompt; no template has a say in how it begins or ends.
-        return _fitting(_assembled(request.prompt or "", request, tokenizer), room)
+        return _fitting(_assembled(pictures.marked(request.prompt or "", request.images), request, tokenizer, pictures), room)
+    messages = pictures.marked_messages(messages)
 
     def assemble(kept: list[Message]) -> Prompt:
-        return _assembled(render(kept, request, template), request, tokenizer)
+        return _assembled(render(kept, request, template), request, tokenizer, pictures)
 
     whole = assemble(messages)
     if len(whole.tokens) <= room:
@@ -73,18 +83,22 @@ def build_prompt(request: Generate, tokenizer: Tokenizer, template: ChatTemplate
 # ---- tokens ----
 
 
-def _assembled(text: str, request: Generate, tokenizer: Tokenizer) -> Prompt:
+def _assembled(text: str, request: Generate, tokenizer: Tokenizer, pictures: Pictures) -> Prompt:
     """`text` with an earlier turn's tokens in front, or with the tokens the vocabulary puts in front; never with two BOS."""
     context = _checked(request.context, tokenizer)
-    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    tokens, places = pictures.encode(text, tokenizer)
+    text = pictures.shown(text)
     bos = tokenizer.bos_id
+    moved = 0
     if context:
         if tokens and tokens[0] == bos:
             del tokens[0]
-        return Prompt(context + tokens, _text_of(context, tokenizer) + text)
-    if tokenizer.add_bos and bos is not None and tokens[:1] != [bos]:
+            moved = -1
+        tokens, text, moved = context + tokens, _text_of(context, tokenizer) + text, moved + len(context)
+    elif tokenizer.add_bos and bos is not None and tokens[:1] != [bos]:
         tokens.insert(0, bos)
-    return Prompt(tokens, text)
+        moved = 1
+    return Prompt(tokens, text, images=[(start + moved, pictures.images[number]) for start, number in places])
 
 
 def _checked(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -120,7 +134,7 @@ def _without_oldest(messages: list[Message], whole: Prompt, assemble: Callable[[
         raise ContextOverflow(len(shortest.tokens), room)
     prompt = assemble(kept(cuts[found]))
     dropped = len(messages) - len(kept(cuts[found]))
-    return Prompt(prompt.tokens, prompt.text, dropped, len(whole.tokens) - len(prompt.tokens))
+    return Prompt(prompt.tokens, prompt.text, dropped, len(whole.tokens) - len(prompt.tokens), prompt.images)
 
 
 def _cuts(messages: list[Message]) -> Iterator[int]:
@@ -263,7 +277,7 @@ def _thinking_variables(think: bool | str | None) -> dict[str, Any]:
 def _as_messages(request: Generate) -> list[Message]:
     """The turn of a completion request. An empty prompt behind an earlier turn's tokens adds nothing."""
     system = [Message(role="system", content=request.system)] if request.system else []
-    return [*system, Message(role="user", content=request.prompt or "")]
+    return [*system, Message(role="user", content=request.prompt or "", images=request.images)]
 
 
 def _join_neighbours(messages: list[Message]) -> list[Message]:
