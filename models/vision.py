@@ -135,7 +135,8 @@ def patches(pixels: NDArray[np.uint8], p: Vision) -> Floats:
     """Rows that the encoder takes: (patches, 3 * patch_size^2), each channel by channel. pixels: uint8 (image_size, image_size, 3)."""
     if pixels.shape != (p.image_size, p.image_size, 3):
         raise ValueError(f"an image of {pixels.shape}, not of {p.image_size} x {p.image_size} x 3")
-    values = (pixels.astype(np.float32) / np.float32(255) - np.array(p.mean, np.float32)) / np.array(p.std, np.float32)
+    mean, std = np.array(p.mean, np.float32), np.array(p.std, np.float32)
+    values: Floats = np.divide(np.subtract(pixels.astype(np.float32) / np.float32(255), mean), std, dtype=np.float32)
     cut = values.reshape(p.side, p.patch_size, p.side, p.patch_size, 3)  # (row, y, column, x, channel)
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(p.side**2, -1)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from localrun.durations import FOREVER
@@ -31,7 +32,9 @@ class FileFacts:
     chat_template: str | None = None
     """The file's own."""
     capabilities: tuple[str, ...] = ("completion",)
-    """With the template that holds: completion or embedding, tools, thinking, insert."""
+    """With the template that holds: completion or embedding, tools, thinking, insert, vision."""
+    projector: Path | None = None
+    """Where it has `vision`: the file with which it sees."""
     fill: Callable[[str, str], str] | None = None
     """Where it has `insert`: makes the prompt of a text before and a text after."""
     memory: Facts | None = None

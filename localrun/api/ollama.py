@@ -13,6 +13,7 @@ from typing import Any
 
 from localrun.api.answer import Answer, Outcome, remarks
 from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
+from localrun.api.pictures import check_seen, from_base64, require_vision
 from localrun.api.schema import ChatBody, ChatMessage, GenerateBody, Inference
 from localrun.errors import BadRequest, LocalrunError, ModelNotFound, Unsupported
 from localrun.messages import Generate, Logprob, Message, Overflow, Piece, Started, ToolCall
@@ -48,7 +49,7 @@ def loads_only(body: GenerateBody | ChatBody) -> bool:
     """Whether the request asks for nothing but the model in memory (or, with keep_alive 0, out of it)."""
     if isinstance(body, ChatBody):
         return not body.messages
-    return not body.prompt and not body.suffix and not body.debug_render_only
+    return not body.prompt and not body.suffix and not body.images and not body.debug_render_only
 
 
 def generate_request(body: GenerateBody, model: ModelDefaults, request_id: str) -> Generate:
@@ -56,17 +57,23 @@ def generate_request(body: GenerateBody, model: ModelDefaults, request_id: str) 
     earlier answer. Raises BadRequest or Unsupported for options and for what the model cannot do."""
     _check_capabilities(body, model)
     prompt, raw = body.prompt, body.raw
+    images = from_base64(body.images)
+    if images:
+        require_vision(model)
     if body.suffix:
+        if images:
+            raise Unsupported("images together with suffix are not supported", param="images")
         if model.fill is None:
             raise Unsupported(f"{model.name} does not support insert", param="suffix")
         prompt, raw = model.fill(body.prompt, body.suffix), True
     system = body.system if body.system is not None else model.system
     conversation = None
     if model.messages and not raw and not body.context:
-        conversation = [*_system(system), *model.messages, Message(role="user", content=body.prompt)]
+        conversation = [*_system(system), *model.messages, Message(role="user", content=body.prompt, images=images)]
     return Generate(
         request_id=request_id,
         prompt=prompt if conversation is None else None,
+        images=images if conversation is None else [],
         messages=conversation,
         system=system if conversation is None and not raw else None,
         template=body.template or model.template,
@@ -83,6 +90,7 @@ def chat_request(body: ChatBody, model: ModelDefaults, request_id: str) -> Gener
     if body.tools and "tools" not in model.capabilities:
         raise Unsupported(f"{model.name} does not support tools", param="tools")
     conversation = [*model.messages, *read_messages(body.messages)]
+    check_seen(conversation, model)
     if conversation[0].role != "system":
         conversation = [*_system(model.system), *conversation]
     return Generate(
@@ -106,6 +114,7 @@ def read_messages(given: Sequence[ChatMessage]) -> list[Message]:
             else None,
             tool_name=message.tool_name,
             tool_call_id=message.tool_call_id,
+            images=from_base64(message.images),
         )
         for message in given
     ]

@@ -17,9 +17,10 @@ from localrun.api.answer import Answer, Echo, Outcome, new_id, remarks
 from localrun.api.ollama import dropped, logprob_items
 from localrun.api.openai_schema import Call, ChatCompletionBody, Common, CompletionBody, Part, TurnMessage
 from localrun.api.options import ModelDefaults, adapters, checked_options, merged, sampling
+from localrun.api.pictures import check_seen, from_url
 from localrun.api.tool_choice import choose
 from localrun.errors import BadRequest, LocalrunError, Unsupported
-from localrun.messages import Generate, Logprob, Message, Piece, Started, ToolCall
+from localrun.messages import Generate, Image, Logprob, Message, Piece, Started, ToolCall
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 """The dialect's own, below the Modelfile's."""
@@ -55,6 +56,7 @@ def chat_requests(body: ChatCompletionBody, model: ModelDefaults, request_id: st
     think = think_of(body, model)
     budget = body.thinking_budget if body.thinking_budget is not None else body.reasoning.max_tokens if body.reasoning else None
     conversation = [*model.messages, *read_messages(body.messages)]
+    check_seen(conversation, model)
     if model.system and conversation[0].role != "system":
         conversation.insert(0, Message(role="system", content=model.system))
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -161,6 +163,7 @@ def read_messages(given: Sequence[TurnMessage]) -> list[Message]:
             Message(
                 role="system" if role == "developer" else role,
                 content=text_of(message.content) or message.refusal or "",
+                images=images_of(message.content),
                 thinking=message.reasoning or message.reasoning_content,
                 tool_calls=calls or None,
                 tool_name=(message.name or names.get(message.tool_call_id or "") or None) if role == "tool" else None,
@@ -171,13 +174,27 @@ def read_messages(given: Sequence[TurnMessage]) -> list[Message]:
 
 
 def text_of(content: str | list[Part]) -> str:
-    """The text of a message. Raises Unsupported for parts that are not text."""
+    """The text of a message. Raises Unsupported for parts that are neither text nor images."""
     if isinstance(content, str):
         return content
     for part in content:
-        if part.type not in ("text", "refusal"):
+        if part.type not in ("text", "refusal", "image_url"):
             raise Unsupported(f'"{part.type}" content is not supported', param="messages")
     return "".join(part.text or part.refusal for part in content)
+
+
+def images_of(content: str | list[Part]) -> list[Image]:
+    """The images of a message, each before the text that follows it. Raises BadRequest, Unsupported."""
+    if isinstance(content, str):
+        return []
+    images, at = [], 0
+    for part in content:
+        if part.type == "image_url":
+            if part.image_url is None:
+                raise BadRequest("image_url is required in a part of that type", param="messages")
+            images.append(from_url(part.image_url if isinstance(part.image_url, str) else part.image_url.url, at))
+        at += len(part.text or part.refusal)
+    return images
 
 
 def _call(call: Call) -> ToolCall:

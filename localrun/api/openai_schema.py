@@ -12,13 +12,22 @@ KeepAlive = int | float | str
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
 
+class ImageUrl(Body):
+    """A picture."""
+
+    url: str = honoured(..., "A data: URL in base64; nothing is fetched from other machines.")
+    detail: Literal["auto", "low", "high", "original"] = accepted("auto", "Without effect: a model sees every picture in its own size.")
+
+
 class Part(Body):
     """One piece of a message's content."""
 
-    type: Literal["text", "refusal", "image_url", "input_audio", "file"] = honoured(..., "text or refusal; the others are not supported.")
+    type: Literal["text", "refusal", "image_url", "input_audio", "file"] = honoured(
+        ..., "text, refusal or image_url; the others are not supported."
+    )
     text: str = honoured("", "The text of a text part.")
     refusal: str = honoured("", "The text of a refusal part.")
-    image_url: Any = refused("Pictures: no model here sees.")
+    image_url: ImageUrl | str | None = honoured(None, "The picture of an image_url part, for models that see.")
     input_audio: Any = refused("Sound: no model here hears.")
     file: Any = refused("Files.")
     prompt_cache_breakpoint: Any = accepted(None, "Without effect: every prefix is cached.")

@@ -29,6 +29,8 @@ from localrun.store.plan import LEAST_CONTEXT, plan, shortfall
 
 log = logging.getLogger(__name__)
 
+ROOM_TO_SEE = 256 << 20
+"""Bytes that the encoder of images takes besides its weights."""
 LEAST_BESIDE_WEIGHTS = 512 << 20
 """Bytes that a model of which only the file's size is known takes besides: a small KV cache, buffers, the interpreter."""
 
@@ -63,6 +65,8 @@ class Wanted:
     """Of a model with rotary factors for short and for long contexts: the context that is asked for; 0: whatever it runs with."""
     rope_limit: int = 0
     """Longest context that the short ones are for; 0: it has none."""
+    projector: Path | None = None
+    """The file with which it sees images; None: whatever it runs with."""
 
 
 @dataclass
@@ -89,6 +93,7 @@ class Resident:
     num_thread: int
     ready: asyncio.Future[Loaded]
     kv_cache_type: str = "f16"
+    projector: Path | None = None
     draft: Draft | None = None
     rope_context: int = 0
     in_flight: int = 0
@@ -128,6 +133,8 @@ def _difference(resident: Resident, wanted: Wanted) -> str:
         return f"{wanted.num_thread} threads"
     if wanted.draft is not None and (resident.draft is None or wanted.draft.path != resident.draft.path):
         return f"the draft model {wanted.draft.name}"
+    if wanted.projector is not None and wanted.projector != resident.projector:
+        return "a projector for images"
     if wanted.kv_cache_type not in ("", resident.kv_cache_type):
         return f"a KV cache of {wanted.kv_cache_type}"
     if wanted.rope_limit and wanted.rope_context:
@@ -322,16 +329,20 @@ class Loader:
         if wanted.memory is None:
             return ""
         beside = "" if wanted.draft is None else f" (beside its draft model {wanted.draft.name})"
-        lacking = shortfall(wanted.memory, available - self._drafts_needs(wanted), wanted.kv_cache_type or self._settings.kv_cache_type)
+        lacking = shortfall(wanted.memory, available - self._needs_beside(wanted), wanted.kv_cache_type or self._settings.kv_cache_type)
         return lacking and lacking.replace("model requires", f"model{beside} requires", 1)
 
     def _needs(self, wanted: Wanted) -> int:
         """Bytes that a model will take, at least."""
-        return self._needs_alone(wanted, wanted.kv_cache_type) + self._drafts_needs(wanted)
+        return self._needs_alone(wanted, wanted.kv_cache_type) + self._needs_beside(wanted)
 
-    def _drafts_needs(self, wanted: Wanted) -> int:
-        """Bytes that its draft model will take; 0 without one."""
-        return 0 if wanted.draft is None else self._needs_alone(wanted.draft, wanted.kv_cache_type)
+    def _needs_beside(self, wanted: Wanted) -> int:
+        """Bytes that its draft model and its projector will take; 0 without."""
+        needs = 0 if wanted.draft is None else self._needs_alone(wanted.draft, wanted.kv_cache_type)
+        if wanted.projector is not None:
+            with contextlib.suppress(OSError):
+                needs += wanted.projector.stat().st_size + ROOM_TO_SEE
+        return needs
 
     def _needs_alone(self, model: Wanted | Draft, kv_cache_type: str) -> int:
         if model.memory is not None:
@@ -350,6 +361,7 @@ class Loader:
         resident.kv_cache_type = wanted.kv_cache_type or self._settings.kv_cache_type
         resident.draft = wanted.draft
         resident.rope_context = wanted.rope_context if wanted.rope_limit else 0
+        resident.projector = wanted.projector
         if self._settings.num_parallel:
             resident.slots = asyncio.Semaphore(self._settings.num_parallel)
         self._residents[str(wanted.path)] = resident
@@ -370,6 +382,7 @@ class Loader:
             model_name=wanted.name,
             session_dir=str(self._settings.cache / "sessions"),
             session_bytes=self._settings.session_size << 20,
+            projector=str(resident.projector) if resident.projector is not None else "",
             draft_path=str(resident.draft.path) if resident.draft is not None else "",
             draft_digest=resident.draft.digest if resident.draft is not None else "",
         )
@@ -380,6 +393,8 @@ class Loader:
             log.warning("%s: not loaded: %s", wanted.name, error)
             # Where the file lies is nothing to a client, who knows it by its model's name.
             message = str(error).replace(str(wanted.path), wanted.name)
+            if resident.projector is not None:
+                message = message.replace(str(resident.projector), f"the projector of {wanted.name}")
             if resident.draft is not None:
                 message = message.replace(str(resident.draft.path), resident.draft.name)
             self._settle(resident, from_wire(error.code, message, error.param))

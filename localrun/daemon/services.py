@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from localrun.models.pooling import ability
 from localrun.settings import Settings
 from localrun.store import Store, StoredModel
 from localrun.store.facts import facts_of
+from localrun.store.projectors import usable
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ class Services:
         loader.on_loaded = self.metrics.load_took
         self.metrics.watch(lambda: sum(one.loaded is not None for one in loader.residents()))
         self.closing = threading.Event()
-        self._facts: dict[tuple[str, str | None], FileFacts] = {}
+        self._facts: dict[tuple[str, str | None, tuple[Path, ...]], FileFacts] = {}
         self._short = ThreadPoolExecutor(8, thread_name_prefix="files")
         self._long = ThreadPoolExecutor(LONG_JOBS, thread_name_prefix="transfers")
 
@@ -82,7 +84,7 @@ class Services:
         template: in place of the Modelfile's.
         """
         override = template if template is not None else stored.template
-        key = (stored.model_digest, override)
+        key = (stored.model_digest, override, tuple(stored.projectors))
         known = self._facts.get(key)
         if known is None:
             known = await self.in_thread(lambda: read_facts(stored, override))
@@ -148,6 +150,7 @@ def wanted(
         num_thread=num_thread if num_thread is not None else own.get("num_thread", 0),
         memory=facts.memory,
         draft=draft,
+        projector=facts.projector,
         kv_cache_type=given.get("kv_cache_type", ""),
         rope_context=given.get("num_ctx", 0),
         rope_limit=_rope_limit(facts),
@@ -169,12 +172,14 @@ def read_facts(stored: StoredModel, override: str | None) -> FileFacts:
             long = {key for key, value in gguf.metadata.items() if isinstance(value, list) and len(value) > LONGEST_ARRAY}
             template = gguf.metadata.get("tokenizer.chat_template")
             can, fill = _abilities(gguf, override)
+            projector = usable(stored.projectors, gguf) if "completion" in can else None
             return FileFacts(
                 metadata={key: value for key, value in gguf.metadata.items() if key not in long},
                 long_arrays=frozenset(long),
                 parameter_count=sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
                 chat_template=template if isinstance(template, str) else None,
-                capabilities=can,
+                capabilities=(*can, "vision") if projector is not None else can,
+                projector=projector,
                 fill=fill,
                 memory=facts_of(gguf),
                 tensors=[{"name": name, "type": tensor.type, "shape": list(tensor.shape)} for name, tensor in gguf.tensors.items()],

@@ -121,7 +121,7 @@ class Intake:
             scores=request.score,
             max_tokens=_CONTEXTS * context if shifts and request.max_tokens < 0 else request.max_tokens,
             shifts=shifts,
-            prepares=request.overflow == "sinks",
+            prepares=shifts and request.overflow == "sinks",
             keeps=request.session,
             constraint=self._constraint(request, prompt),
             speculator=_speculator(request.draft_num_predict, prompt.tokens),

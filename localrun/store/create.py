@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from localrun.errors import BadRequest, DownloadFailed, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
-from localrun.store import describe, hub, modelfile, parameters
+from localrun.store import describe, hub, modelfile, parameters, projectors
 from localrun.store.adapters import AdapterSource, adapter_sources, is_adapter, take_in
 from localrun.store.manifests import LAYER_TYPE, Layer
 from localrun.store.merge import merge
@@ -60,6 +60,8 @@ class CreateSpec:
     license: list[str] = field(default_factory=list)
     adapters: list[AdapterSource] = field(default_factory=list)
     """LoRA adapters, after those that the model has already."""
+    projectors: list[Path | str] = field(default_factory=list)
+    """Files, or digests of blobs, with which the model sees images; in place of those that it has already."""
 
 
 def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancelled: Cancelled) -> None:
@@ -75,6 +77,9 @@ def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancel
         for source in checked.adapters:
             layer = take_in(store, source, layers["model"][0].digest, checked.copy, progress, cancelled)
             layers.setdefault("adapter", []).append(layer)
+        if checked.projectors:
+            base = layers["model"][0].digest
+            layers["projector"] = [projectors.take_in(store.blobs, one, base, checked.copy, progress) for one in checked.projectors]
         if checked.quantize:
             config = _quantized(store, checked.quantize, config, layers, progress, cancelled)
         for kind, layer in _added(store, checked, layers):
@@ -272,13 +277,15 @@ def spec_from_modelfile(
     messages: list[dict[str, Any]] = []
     licenses: list[str] = []
     added: list[AdapterSource] = []
+    seeing: list[Path | str] = []
     for one in modelfile.parse(text):
         if one.name in _REFUSED:
             raise Unsupported(f"line {one.line}, column {one.column}: {one.name.upper()} {one.value[:60]!r}: {_REFUSED[one.name]}")
         if one.name == "from":
-            if source is not None:
-                raise one.error("a second FROM would add a projector for images, which are not supported yet")
-            source = one
+            if source is None:
+                source = one
+            else:
+                seeing.append(_projector(one, folder))
         elif one.name == "parameter":
             _add_parameter(values, one)
         elif one.name == "message":
@@ -293,7 +300,7 @@ def spec_from_modelfile(
     return CreateSpec(
         **({"files": dict(files)} if source.value == "@files" and files else _origin(source, folder)), copy=copy,
         template=texts.get("template"), system=texts.get("system"), parameters=values,
-        messages=messages, license=licenses, adapters=added,
+        messages=messages, license=licenses, adapters=added, projectors=seeing,
     )  # fmt: skip
 
 
@@ -317,6 +324,16 @@ def _adapter(one: Instruction, folder: Path | None) -> AdapterSource:
     path = _path(one, folder)
     if path is None or not path.exists():
         raise one.error(f"ADAPTER {one.value[:60]}: there is no file {path or one.value[:60]}")
+    return path
+
+
+def _projector(one: Instruction, folder: Path | None) -> Path | str:
+    """What a second FROM names: the projector of a model that sees images."""
+    if _DIGEST.match(one.value):
+        return one.value.removeprefix("@")
+    path = _path(one, folder)
+    if path is None or not path.is_file():
+        raise one.error(f"FROM {one.value[:60]}: a second FROM names a projector for images, and there is no file {path or one.value[:60]}")
     return path
 
 
