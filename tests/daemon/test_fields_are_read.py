@@ -142,6 +142,14 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "POST",
+        "/v1/chat/completions",
+        {
+            "model": "able",
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]}],
+        },
+    ),
+    (
+        "POST",
         "/v1/messages/count_tokens",
         {
             "model": "able",

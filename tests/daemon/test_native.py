@@ -227,7 +227,7 @@ def test_options_that_are_wrong(daemon: Daemon) -> None:
             "messages[0].content: should be a valid string",
         ),
         ("/api/chat", b'{"model": "tiny", "messages": [{"content": "x"}]}', 400, "messages[0].role is required"),
-        ("/api/chat", b'{"model": "tiny", "messages": [{"role": "user", "images": ["aGk="]}]}', 400, '"images" is not supported'),
+        ("/api/chat", b'{"model": "tiny", "messages": [{"role": "user", "images": ["aGk="]}]}', 400, '"tiny" does not support images'),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "format": "xml"}', 400, 'invalid format: "xml"'),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "think": "hard"}', 400, 'invalid think value: "hard"'),
         ("/api/generate", b'{"model": "tiny", "prompt": "x", "think": true}', 400, '"tiny" does not support thinking'),

@@ -170,7 +170,7 @@ def test_from_as_path_name_and_digest(tmp_path: Path, gguf: Path) -> None:
         ("FROM ./none.gguf", ModelfileError, "^line 1, column 1: FROM ./none.gguf: there is no file "),
         ("FROM none.gguf", ModelfileError, "^line 1, column 1: FROM none.gguf: there is no file "),
         ("FROM a b", ModelfileError, "^line 1, column 1: FROM: invalid model name"),
-        ("FROM a\nFROM b", ModelfileError, "^line 2, column 1: a second FROM"),
+        ("FROM a\nFROM b", ModelfileError, "^line 2, column 1: FROM b: a second FROM"),
         ("FROM a\n  PARAMETER num_ctx 4k", ModelfileError, r"^line 2, column 3: invalid int value \[4k\]"),
         ("FROM a\nPARAMETER temperature hot", ModelfileError, r"^line 2, column 1: invalid float value \[hot\]"),
         ("FROM a\nPARAMETER use_mmap maybe", ModelfileError, r"^line 2, column 1: invalid bool value \[maybe\]"),
