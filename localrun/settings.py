@@ -188,7 +188,7 @@ class Settings:
         _folder, "localrun/models in the user's data folder"))
     cache: Path = field(default_factory=_cache_folder, metadata=_about(
         "LOCALRUN_CACHE", "folder",
-        "Compiled kernels and built tokenizers. Can be deleted while nothing runs.",
+        "Compiled kernels, built tokenizers, saved conversations. Can be deleted while nothing runs.",
         _folder, "localrun in the user's cache folder"))
     keep_alive: float = field(default=300.0, metadata=_about(
         "LOCALRUN_KEEP_ALIVE OLLAMA_KEEP_ALIVE", "duration",
