@@ -284,6 +284,8 @@ class Loaded(Struct, tag="loaded", kw_only=True):
     load_s: float
     n_embd: int = 0
     """Width of the vectors that Embed gives."""
+    state_bytes: int = 0
+    """What all slots of recurrent state may grow to; 0: the model has none."""
 
 
 class Started(Struct, tag="started", kw_only=True):
@@ -435,6 +437,12 @@ class Inspected(Struct, tag="inspected", kw_only=True):
     """Time spent in passes."""
     near_misses: list[str] = []
     """The latest few; see Started.near_miss."""
+    state_slots: int = 0
+    """Of recurrent state, in all: free, snapshots, and held by requests."""
+    state_snapshots: int = 0
+    state_slots_held: int = 0
+    evicted_snapshots: int = 0
+    """That have made room so far, other than with their blocks."""
 
 
 FromRunner = (

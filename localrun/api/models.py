@@ -101,6 +101,13 @@ def kv_in_use(loaded: Loaded, inspected: Inspected | None) -> int:
     return loaded.kv_bytes // inspected.kv_blocks * (inspected.kv_blocks_held + inspected.kv_blocks_cached)
 
 
+def state_in_use(loaded: Loaded, inspected: Inspected | None) -> int:
+    """Bytes of recurrent state that hold something, as kv_in_use."""
+    if inspected is None or not inspected.state_slots:
+        return 0
+    return loaded.state_bytes // inspected.state_slots * (inspected.state_slots_held + inspected.state_snapshots)
+
+
 def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
     """What /api/ps says of a loaded model beside Ollama's fields. inspected None: its engine has not said yet how it stands."""
     detail: dict[str, Any] = {
@@ -108,6 +115,7 @@ def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
         "kv_bytes": loaded.kv_bytes,
         "kv_bytes_in_use": kv_in_use(loaded, inspected),
         "kv_tokens": loaded.kv_tokens,
+        **({"state_bytes": loaded.state_bytes, "state_bytes_in_use": state_in_use(loaded, inspected)} if loaded.state_bytes else {}),
         "num_thread": loaded.num_thread,
         "isa": loaded.isa,
     }
@@ -124,6 +132,9 @@ def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
             "busy_s": round(inspected.busy_s, 3),
             "near_misses": inspected.near_misses,
         }
+        if inspected.state_slots:
+            detail["engine"]["state_snapshots"] = inspected.state_snapshots
+            detail["engine"]["state_snapshots_evicted"] = inspected.evicted_snapshots
     return detail
 
 

@@ -49,6 +49,7 @@ Nothing depends on the request's content type. The daemon serves the same as an 
   budget: minimal 128, low 512, medium 2048, high 8192, max none. `thinking_eval_count` and `reasoning_tokens` say how much was thinking.
 - `near_miss` beside an answer says where a long prompt stopped agreeing with one that is cached, when much of it was read again for that.
 - `size` of `/api/ps` is weights and the KV cache as far as it is used (`kv_bytes_in_use`); `kv_bytes` is what the cache may grow to.
+  Models with recurrent state say the same of that (`state_bytes`, `state_bytes_in_use`), and how many snapshots of it are kept.
   `engine` there says how the model's engine stands.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
 

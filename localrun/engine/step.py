@@ -105,7 +105,17 @@ class Engine:
             rows=self._rows,
             busy_s=self._busy_s,
             near_misses=list(self._near_misses),
+            **self._slots(),
         )
+
+    def _slots(self) -> dict[str, int]:
+        """How recurrent state stands, as Inspected names it."""
+        states = self.cache.states
+        if states is None:
+            return {}
+        held = states.n_slots - states.n_free - states.n_snapshots
+        return {"state_slots": states.n_slots, "state_snapshots": states.n_snapshots, "state_slots_held": held,
+                "evicted_snapshots": states.n_evicted}  # fmt: skip
 
     def submit(self, job: Job) -> None:
         """Queues a job. Raises Busy, or LocalrunError when its id is taken; its adapter is given back then."""
