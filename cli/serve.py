@@ -22,6 +22,10 @@ class ServeCommand(TyperCommand):
 
 def serve(
     host: Annotated[str, typer.Option("--host", metavar="HOST[:PORT]", help="Address to listen on, in place of LOCALRUN_HOST.")] = "",
+    gpu_layers: Annotated[
+        int | None,
+        typer.Option("--gpu-layers", metavar="N", min=-1, help="Layers to put on NVIDIA cards; -1: as many as fit, 0: none."),
+    ] = None,
     idle_exit: Annotated[
         float, typer.Option("--idle-exit", metavar="SECONDS", help="End after so many seconds without a request; 0: never.", min=0)
     ] = 0.0,
@@ -43,6 +47,8 @@ def serve(
         settings = Settings.from_env(for_serving(host))
         if idle_exit:
             settings = dataclasses.replace(settings, idle_exit=idle_exit)
+        if gpu_layers is not None:
+            settings = dataclasses.replace(settings, gpu_layers=gpu_layers)
         run_daemon(settings)
     except LocalrunError as error:
         raise CliError(str(error)) from None

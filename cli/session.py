@@ -15,6 +15,7 @@ PARAMETERS: dict[str, type] = {
     "num_batch": int,
     "num_thread": int,
     "num_gpu": int,
+    "gpu_layers": int,
     "top_k": int,
     "repeat_last_n": int,
     "seed": int,

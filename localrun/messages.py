@@ -106,6 +106,8 @@ class Load(Struct, tag="load", kw_only=True):
     kv_cache_type: str = "f16"
     kv_budget: int = 0
     """Bytes for KV blocks; 0: what is free after the weights, bounded."""
+    gpu_layers: int = -1
+    """Layers to put on cards; -1: as many as fit."""
     max_queue: int = 512
     model_name: str = ""
     draft_path: str = ""
@@ -286,6 +288,15 @@ class Loaded(Struct, tag="loaded", kw_only=True):
     """Width of the vectors that Embed gives."""
     state_bytes: int = 0
     """What all slots of recurrent state may grow to; 0: the model has none."""
+    n_layers: int = 0
+    gpu_layers: int = 0
+    """How many of them are on cards."""
+    gpu_bytes: int = 0
+    """Memory that they take there, KV blocks included."""
+    gpu_note: str = ""
+    """Why no layer is on a card, or fewer than were asked for."""
+    cards: int = -1
+    """How many there are to put layers on; -1: nobody looked."""
 
 
 class Started(Struct, tag="started", kw_only=True):

@@ -226,6 +226,10 @@ class Settings:
         "LOCALRUN_NUM_THREAD", "number",
         "Threads a model computes with; 0 means the physical cores this process may use.",
         _whole(0, 4096), "0"))
+    gpu_layers: int = field(default=-1, metadata=_about(
+        "LOCALRUN_GPU_LAYERS", "number",
+        "Layers of a model to put on NVIDIA cards, the first ones (option num_gpu); -1 means as many as fit, 0 none.",
+        _whole(-1, 100_000), "-1"))
     isa: str = field(default="", metadata=_about(
         "LOCALRUN_ISA", " | ".join(INSTRUCTION_SETS),
         "Instruction set that kernels are compiled for; unset means the best one of this machine.",

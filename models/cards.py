@@ -154,6 +154,18 @@ class Segment:
         if size:
             self.device.copy(self._kv + source * size, self._kv + target * size, size)
 
+    def read_block(self, block: int) -> bytes:
+        """The K/V of one block."""
+        content = np.empty(self.kv_block_bytes, np.uint8)
+        if content.size:
+            self.device.download(self._kv + block * content.size, content)
+        return content.tobytes()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Puts back what read_block gave."""
+        if content:
+            self.device.upload(self._kv + block * self.kv_block_bytes, np.frombuffer(content, np.uint8))
+
     def _room_for_logits(self, rows: int) -> None:
         if rows <= self._logit_rows:
             return
@@ -324,6 +336,18 @@ class Cards:
     def copy_block(self, source: int, target: int) -> None:
         for segment in self.segments:
             segment.copy_block(source, target)
+
+    def read_block(self, block: int) -> bytes:
+        """The K/V of one block, layer after layer as the host's memory would have them."""
+        return b"".join(segment.read_block(block) for segment in self.segments)
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Puts back what read_block gave. Raises ValueError when it is of another size."""
+        if len(content) != self.kv_block_bytes:
+            raise ValueError(f"{len(content)} bytes for blocks of {self.kv_block_bytes} on cards")
+        for segment in self.segments:
+            own, content = content[: segment.kv_block_bytes], content[segment.kv_block_bytes :]
+            segment.write_block(block, own)
 
     @property
     def ends_in_logits(self) -> bool:

@@ -307,11 +307,16 @@ class RecordedModel:
 
     def read_block(self, block: int) -> bytes:
         """See Model."""
-        return bytes(self._kv[self._within(block)])
+        host = bytes(self._kv[self._within(block)])
+        return host if self._cards is None else self._cards.read_block(block) + host
 
     def write_block(self, block: int, content: bytes) -> None:
         """See Model."""
-        self._kv[self._within(block)] = np.frombuffer(content, np.uint8)
+        where = self._within(block)
+        away = len(content) - self.info.kv_bytes_per_block
+        if self._cards is not None:
+            self._cards.write_block(block, content[:away])
+        self._kv[where] = np.frombuffer(content[away:], np.uint8)
 
     def _within(self, block: int) -> slice:
         if not 0 <= block < self._n_blocks:
@@ -411,6 +416,8 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         gpu_layers=min(cards.layers, n_layers) if cards else 0,
         gpu_bytes=cards.weight_bytes + placed.kv_blocks * cards.kv_block_bytes if cards else 0,
         gpu_note=placed.note,
+        gpu_kv_bytes_per_block=cards.kv_block_bytes if cards else 0,
+        cards=placed.found,
         kv_blocks=placed.kv_blocks,
     )
     return RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)

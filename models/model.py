@@ -104,6 +104,10 @@ class ModelInfo:
     """Memory that weights and KV blocks take on cards."""
     gpu_note: str = ""
     """Why no layer is on a card, or fewer than were asked for."""
+    gpu_kv_bytes_per_block: int = 0
+    """What a KV block takes on cards, beside kv_bytes_per_block."""
+    cards: int = -1
+    """How many there are to put layers on; -1: nobody looked."""
     kv_blocks: int = 0
     """Most blocks that `allocate_kv` can reserve; 0: as many as the host's memory holds."""
     state_bytes: int = 0

@@ -45,6 +45,8 @@ class Placed:
     cards: Cards | None
     kv_blocks: int = 0
     """Blocks that the cards have room for; 0: none is on a card."""
+    found: int = -1
+    """Cards there are; -1: nobody looked."""
     note: str = ""
     """Why no layer is on a card, or fewer than were asked for."""
 
@@ -116,7 +118,7 @@ def place(record: Record, n_layers: int, n_ctx: int, options: LoadOptions, cache
             note = f"no card kernel for {error}"
     if needed is None:
         _tell(asked, note)
-        return Placed(*record((), False), None, note=note)
+        return Placed(*record((), False), None, found=len(devices), note=note)
     blocks = -(-min(n_ctx, RESERVED_TOKENS) // BLOCK_TOKENS)
     free = [device.free_bytes() for device in devices]
     places = split(free, needed.with_kv(blocks), needed.after, needed.scratch, asked)
@@ -137,10 +139,10 @@ def place(record: Record, n_layers: int, n_ctx: int, options: LoadOptions, cache
             note = str(error)
             break
         log.info("%d of %d layers on %s", min(len(places), n_layers), n_layers, ", ".join(sorted({d.name for d in devices})))
-        return Placed(weights, recorder, tables, cards, n_blocks, note)
+        return Placed(weights, recorder, tables, cards, n_blocks, len(devices), note)
     note = note or "no layer fits in the card's free memory"
     _tell(asked, note)
-    return Placed(*record((), False), None, note=note)
+    return Placed(*record((), False), None, found=len(devices), note=note)
 
 
 def _kv_pool(cards: Cards, devices: Sequence[Device], n_ctx: int) -> int:

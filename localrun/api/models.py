@@ -118,6 +118,10 @@ def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
         **({"state_bytes": loaded.state_bytes, "state_bytes_in_use": state_in_use(loaded, inspected)} if loaded.state_bytes else {}),
         "num_thread": loaded.num_thread,
         "isa": loaded.isa,
+        "size_vram": loaded.gpu_bytes,
+        "layers": loaded.n_layers,
+        "gpu_layers": loaded.gpu_layers,
+        "gpu_note": loaded.gpu_note,
     }
     if inspected is not None:
         detail["engine"] = {

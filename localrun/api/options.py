@@ -34,7 +34,7 @@ class Option:
     """Of a string: all that it can be; empty: anything."""
 
 
-_NO_SUCH_PLACE = "Where the model lies changes no answer; it runs on the CPU."
+_NO_SUCH_PLACE = "Where the model lies changes no answer; layers go where there is room."
 
 OPTIONS: dict[str, Option] = {
     "num_ctx": Option("integer", "honoured", "Most tokens, prompt and answer together; 0: as many as fit.", low=0),
@@ -42,6 +42,11 @@ OPTIONS: dict[str, Option] = {
     "num_thread": Option(
         "integer", "honoured", "Threads of the model; another number than it runs with loads it anew. 0: physical cores.", low=0, high=1024
     ),
+    "num_gpu": Option(
+        "integer", "honoured", "Layers to put on NVIDIA cards, the first ones; -1: as many as fit. Changes no answer; loads the model anew "
+        "if it runs with another number and there is a card.", low=-1, high=100_000,
+    ),
+    "gpu_layers": Option("integer", "honoured", "Another name of num_gpu, which goes first.", low=-1, high=100_000),
     "seed": Option(
         "integer", "honoured", "Makes the answer repeatable; below 0: one is drawn. The one used is reported.", low=-(2**63), high=2**63 - 1
     ),
@@ -108,7 +113,6 @@ OPTIONS: dict[str, Option] = {
     "adapter_scale": Option("float", "honoured", "Factor of what the model's adapters change; 0: nothing. Default 1."),
     "num_keep": Option("integer", "accepted", "Without effect: whole messages are dropped, and system messages stay."),
     "num_batch": Option("integer", "accepted", "Without effect: the engine sizes its passes, and no result depends on it."),
-    "num_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
     "main_gpu": Option("integer", "accepted", _NO_SUCH_PLACE),
     "low_vram": Option("boolean", "accepted", _NO_SUCH_PLACE),
     "numa": Option("boolean", "accepted", _NO_SUCH_PLACE),

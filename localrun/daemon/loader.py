@@ -59,6 +59,8 @@ class Wanted:
     """What its header tells of the memory it takes; None: not known, the size of the file is taken for it."""
     draft: Draft | None = None
     """None: whatever it runs with."""
+    gpu_layers: int | None = None
+    """None: whatever it runs with, the setting's at first."""
     kv_cache_type: str = ""
     """Empty: whatever it runs with, the setting's at first."""
     rope_context: int = 0
@@ -96,6 +98,7 @@ class Resident:
     projector: Path | None = None
     draft: Draft | None = None
     rope_context: int = 0
+    gpu_layers: int = -1
     in_flight: int = 0
     """Requests that hold it, those that wait for it to load included."""
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -131,6 +134,8 @@ def _difference(resident: Resident, wanted: Wanted) -> str:
     """What a request asks of the runner that it was not loaded with, in words; empty: nothing."""
     if wanted.num_thread not in (0, resident.num_thread):
         return f"{wanted.num_thread} threads"
+    if wanted.gpu_layers not in (None, resident.gpu_layers) and (resident.loaded is None or resident.loaded.cards):
+        return f"{wanted.gpu_layers} layers on cards"
     if wanted.draft is not None and (resident.draft is None or wanted.draft.path != resident.draft.path):
         return f"the draft model {wanted.draft.name}"
     if wanted.projector is not None and wanted.projector != resident.projector:
@@ -360,6 +365,7 @@ class Loader:
         resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
         resident.kv_cache_type = wanted.kv_cache_type or self._settings.kv_cache_type
         resident.draft = wanted.draft
+        resident.gpu_layers = self._settings.gpu_layers if wanted.gpu_layers is None else wanted.gpu_layers
         resident.rope_context = wanted.rope_context if wanted.rope_limit else 0
         resident.projector = wanted.projector
         if self._settings.num_parallel:
@@ -377,6 +383,7 @@ class Loader:
             num_thread=resident.num_thread,
             isa=self._settings.isa,
             kv_cache_type=resident.kv_cache_type,
+            gpu_layers=resident.gpu_layers,
             num_ctx=resident.rope_context,
             max_queue=self._settings.max_queue,
             model_name=wanted.name,
@@ -407,6 +414,9 @@ class Loader:
             took = time.monotonic() - began
             text = "%s: loaded in %.2f s, %s, %d threads, %d tokens of KV cache"
             log.info(text, wanted.name, took, loaded.isa, loaded.num_thread, loaded.kv_tokens)
+            where = f"{loaded.gpu_layers} of {loaded.n_layers} layers on cards"
+            note = f"; {loaded.gpu_note}" if loaded.gpu_note else ""
+            log.info("%s: %s%s", wanted.name, where if loaded.gpu_layers else "all layers on the CPU", note)
             self.on_loaded(wanted.name, took)
             resident.num_thread = loaded.num_thread
             resident.ready.set_result(loaded)

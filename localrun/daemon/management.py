@@ -127,7 +127,8 @@ async def ps(x: Exchange, body: None) -> None:
             extra |= {"pid": resident.runner.pid, "running": resident.runner.busy}
         size = stored.size
         if loaded:
-            size = loaded.weight_bytes + models.kv_in_use(loaded, resident.inspected) + models.state_in_use(loaded, resident.inspected)
+            in_use = models.kv_in_use(loaded, resident.inspected) + models.state_in_use(loaded, resident.inspected)
+            size = loaded.weight_bytes + loaded.gpu_bytes + in_use
         context = min(loaded.n_ctx_train, loaded.kv_tokens) if loaded else 0
         entries.append(models.ps_entry(stored, size=size, context_length=context, expires_at=tenant.expires_at, extra=extra))
     await x.json({"models": entries})

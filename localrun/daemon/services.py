@@ -151,10 +151,19 @@ def wanted(
         memory=facts.memory,
         draft=draft,
         projector=facts.projector,
+        gpu_layers=_gpu_layers(stored, own, asked),
         kv_cache_type=given.get("kv_cache_type", ""),
         rope_context=given.get("num_ctx", 0),
         rope_limit=_rope_limit(facts),
     )
+
+
+def _gpu_layers(stored: StoredModel, own: Mapping[str, Any], asked: Mapping[str, Any]) -> int | None:
+    """See Wanted. Adapters act on the CPU only."""
+    if stored.adapters:
+        return 0
+    values = (options[name] for options in (asked, own) for name in ("num_gpu", "gpu_layers") if name in options)
+    return next(values, None)
 
 
 def _rope_limit(facts: FileFacts) -> int:

@@ -79,6 +79,7 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         cache_dir=load.cache_dir,
         isa=load.isa,
         images=bool(load.projector),
+        gpu_layers=load.gpu_layers,
     )
     with contextlib.ExitStack() as loaded:
         try:
@@ -120,7 +121,7 @@ def _load_draft(load: Load, tokenizer: Tokenizer, options: LoadOptions, progress
     with open_gguf(Path(load.draft_path)) as gguf:
         own = load_tokenizer(gguf, Path(load.cache_dir) if load.draft_digest else None, load.draft_digest)
     check_same_vocabulary(tokenizer, own)
-    model = load_model(load.draft_path, options, progress)
+    model = load_model(load.draft_path, replace(options, gpu_layers=0), progress)
     if model.info.state_bytes or not model.info.causal:
         model.close()
         raise BadRequest(f"draft: a model of the kind {model.info.architecture} cannot take guesses back; choose another", param="draft")

@@ -142,6 +142,11 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 capabilities=parts.capabilities,
                 load_s=time.monotonic() - began,
                 n_embd=info.n_embd,
+                n_layers=info.n_layers,
+                gpu_layers=info.gpu_layers,
+                gpu_bytes=info.gpu_bytes,
+                gpu_note=info.gpu_note,
+                cards=info.cards,
             )
         )
         ready.set_result(runner)
@@ -162,9 +167,13 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
 def _sessions(parts: Parts, load: Load) -> SessionStore | None:
     """Where K/V of conversations are kept; None: nowhere. Only a model whose file is known by its digest has a place there."""
     info = parts.model.info
-    if not load.session_dir or not load.session_bytes or not load.digest or not info.kv_bytes_per_block or info.state_bytes:
+    if not load.session_dir or not load.session_bytes or not load.digest or info.state_bytes:
         return None
-    root = root_key(load.digest, load.kv_cache_type, info.kv_bytes_per_block, info.n_ctx_train)
+    # Of all layers, wherever they lie: what is kept goes on with another split.
+    size = info.kv_bytes_per_block + info.gpu_kv_bytes_per_block
+    if not size:
+        return None
+    root = root_key(load.digest, load.kv_cache_type, size, info.n_ctx_train)
     return SessionStore(Path(load.session_dir), root, BLOCK_TOKENS, load.session_bytes)
 
 
@@ -182,6 +191,8 @@ def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
         n_blocks = (budget - n_slots * info.state_bytes if load.kv_budget else budget) // per_block
     else:
         n_blocks = blocks_without_kv(BLOCK_TOKENS, info.n_ctx_train)
+    if info.kv_blocks:
+        n_blocks = min(n_blocks, info.kv_blocks)
     if n_blocks < 1:
         raise LoadFailed(f"the KV cache needs at least {per_block + n_slots * info.state_bytes} bytes, kv_budget allows {budget}")
     try:

@@ -19,7 +19,8 @@ from localrun.store.parameters import KINDS
         ({"top_k": 40.0}, {"top_k": 40}),
         ({"temperature": 1}, {"temperature": 1.0}),
         ({"seed": None, "top_p": None}, {}),
-        ({"num_gpu": 99, "use_mmap": False, "numa": True, "num_batch": 1}, {}),
+        ({"main_gpu": 1, "use_mmap": False, "numa": True, "num_batch": 1}, {}),
+        ({"num_gpu": 99, "gpu_layers": -1}, {"num_gpu": 99, "gpu_layers": -1}),
         ({"tfs_z": 1, "penalize_newline": True}, {}),
         (
             {"mirostat": 2, "ignore_eos": True, "dry_sequence_breakers": ["a"]},
@@ -97,6 +98,8 @@ def test_sampling_takes_what_is_its_own() -> None:
         "num_ctx",
         "num_predict",
         "num_thread",
+        "num_gpu",
+        "gpu_layers",
         "stop",
         "draft_num_predict",
         "draft",
