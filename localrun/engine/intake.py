@@ -100,7 +100,7 @@ class Intake:
         breakers = self._breakers(request.sampling.dry_sequence_breakers)
         sampler = Sampler(request.sampling, seed, self._tokenizer.eog_ids, breakers)
         guesser = None
-        if self._parts.draft is not None and request.draft_num_predict:
+        if self._parts.draft is not None and request.draft_num_predict and not images:  # it does not see them
             guesser = Sampler(msgspec.structs.replace(request.sampling, mirostat=0), seed, self._tokenizer.eog_ids, breakers)
         if request.session and (reason := self._cannot_keep(request)):
             raise Unsupported(f"session: {reason}", param="session")
