@@ -23,6 +23,9 @@ Layers below (`models`, `kernels_*`) do not know this file: their errors are map
 
 from __future__ import annotations
 
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 class LocalrunError(Exception):
     """Base of every error a user may see. `str(error)` is the one line to show."""
@@ -31,7 +34,8 @@ class LocalrunError(Exception):
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+        # What a client sent may be quoted in it, line breaks and all.
+        super().__init__(_CONTROL.sub(" ", message))
         self.param = param
         """Name of the request field at fault, if one is."""
 

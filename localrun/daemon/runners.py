@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from localrun import messages
-from localrun.errors import LoadFailed, LocalrunError, RunnerDied, from_wire
+from localrun.errors import BadRequest, LoadFailed, LocalrunError, RunnerDied, from_wire
 from localrun.messages import (
     Cancel,
     Evaluate,
@@ -198,7 +198,7 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
-        self._outbox: queue.SimpleQueue[ToRunner | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: deque[FromRunner] = deque()
         self._draining = False
         self._threads: list[threading.Thread] = []
@@ -228,7 +228,7 @@ class Runner:
         """
         self._on_progress = on_progress
         self._loading = self._loop.create_future()
-        self._outbox.put(load)
+        self._outbox.put(messages.encode(load))
         self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
         await asyncio.shield(self._spawning)
         return await self._loading
@@ -248,7 +248,7 @@ class Runner:
     def cancel(self, request_id: str) -> None:
         """Tells the runner that nobody waits for this request any more."""
         if request_id in self._streams:
-            self._outbox.put(Cancel(request_id=request_id))
+            self._outbox.put(messages.encode(Cancel(request_id=request_id)))
 
     async def stop(self) -> None:
         """Ends the process: asked, then told, then made to. Idempotent, bounded by STOP_S, safe at any time after `start` began."""
@@ -257,7 +257,7 @@ class Runner:
             await asyncio.wait([self._spawning])
         process = self._process
         if process is not None:
-            self._outbox.put(Shutdown())
+            self._outbox.put(messages.encode(Shutdown()))
             # One that is still loading does not listen yet, and has nothing to finish.
             patiences = STOP_S if self._listens else (0.0, *STOP_S[1:])
             for patience, harder in zip(patiences, (process.terminate, process.kill, None), strict=True):
@@ -276,10 +276,14 @@ class Runner:
     def _send(self, requests: Sequence[tuple[str, ToRunner]]) -> Stream:
         if self.gone.is_set() or self._stopping:
             raise self._died()
+        try:
+            frames = [messages.encode(message) for _, message in requests]
+        except (OverflowError, ValueError) as error:
+            raise BadRequest(f"the request holds what no model can be sent: {error}") from None
         stream = Stream(self, [request_id for request_id, _ in requests])
-        for request_id, message in requests:
+        for (request_id, _), frame in zip(requests, frames, strict=True):
             self._streams[request_id] = stream
-            self._outbox.put(message)
+            self._outbox.put(frame)
         return stream
 
     def _drain(self) -> None:
@@ -380,9 +384,9 @@ class Runner:
 
     def _write(self) -> None:
         assert self._connection is not None
-        while (message := self._outbox.get()) is not None:
+        while (frame := self._outbox.get()) is not None:
             try:
-                self._connection.send_bytes(messages.encode(message))
+                self._connection.send_bytes(frame)
             except OSError:
                 return  # the reader sees the same and tells everyone
 

@@ -140,3 +140,19 @@ def test_prompts_are_logged_only_where_that_is_asked(tmp_path: Path, caplog: pyt
         assert ("secret" in caplog.text) == asked
         lines = [record.getMessage() for record in caplog.records if record.name == "localrun.requests"]
         assert all("\n" not in line for line in lines) and any("completion_tokens=" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/detokenize", {"tokens": [2**64]}),
+        ("/api/generate", {"prompt": "x", "context": [-(2**70)]}),
+        ("/api/chat", {"messages": HI, "priority": 2**80}),
+        ("/v1/completions", {"prompt": [2**65]}),
+        ("/v1/embeddings", {"input": [[2**65]]}),
+    ],
+)
+def test_numbers_beyond_all_bounds_are_refused_and_harm_nobody(noisy: Daemon, path: str, body: dict[str, Any]) -> None:
+    refused = noisy.http.post(path, json={"model": "tiny", **body}, timeout=20)
+    assert refused.status_code == 400, refused.text
+    assert noisy.http.post("/api/tokenize", json={"model": "tiny", "content": "x"}, timeout=20).status_code == 200
