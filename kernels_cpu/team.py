@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 
 INSTRUCTION = 128
-"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 64 pass << 32 | next chunk,
-72 chunks done."""
+"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 40 and 48 when the caller's
+thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next chunk, 72 chunks done."""
+BEGAN, ENDED = 40 // 8, 48 // 8
 WORDS = INSTRUCTION // 8
 SPINS_BEFORE_YIELD = 4_000
 SPINS_BETWEEN_PASSES = 8_000
@@ -31,12 +32,13 @@ SPINS_BETWEEN_PASSES = 8_000
 STOP_TIMEOUT_S = 10.0
 
 
-def replay(isa: Any) -> Any:
-    """Kernel-shaped entry: args = state words (see Team), head = step header, chunk = pass number, thread."""
+def replay(isa: Any, timed: int = 0) -> Any:
+    """Kernel-shaped entry: args = state words (see Team), head = step header, chunk = pass number, thread. timed: rows get times."""
     import numba
 
     from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, call_plain, compare_and_swap, pause
-    from localrun.kernels_cpu.simd import load_i64
+    from localrun.kernels_cpu.clock import ticks
+    from localrun.kernels_cpu.simd import load_i64, store_scalar
 
     @numba.njit  # type: ignore[untyped-decorator]
     def finished(program: int, first: int, end: int, epoch: int, yield_address: int) -> bool:
@@ -63,6 +65,8 @@ def replay(isa: Any) -> Any:
                 if not finished(program, wait_from, i, epoch, yield_address):
                     return
                 waited = i
+            if timed and thread == 0:
+                store_scalar(row + 8 * BEGAN, ticks())
             while True:
                 held = atomic_load(row + 64)
                 if (held >> 32) != epoch:
@@ -76,6 +80,8 @@ def replay(isa: Any) -> Any:
                     for c in range(chunk, chunk + taken):
                         call_kernel(load_i64(row), load_i64(row + 8), head, c, thread)
                     atomic_add(row + 72, taken)
+            if timed and thread == 0:
+                store_scalar(row + 8 * ENDED, ticks())
         # The caller reads what was computed as soon as this returns, so chunks that others still hold are waited for here too.
         finished(program, waited, n, epoch, yield_address)
 
@@ -126,10 +132,11 @@ class Team:
     Only one thread may call `run` at a time. `close` ends the workers; a team that is dropped without it leaves daemon threads asleep.
     """
 
-    def __init__(self, library: KernelLibrary, n_threads: int, header: NDArray[np.int64]) -> None:
-        addresses = library.load(specs())
+    def __init__(self, library: KernelLibrary, n_threads: int, header: NDArray[np.int64], *, timed: bool = False) -> None:
+        replaying = KernelSpec("team", "replay", (1,) if timed else ())
+        addresses = library.load([*specs(), replaying])
         entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
-        replay_address = addresses[KernelSpec("team", "replay")]
+        replay_address = addresses[replaying]
         self._replay = entry(replay_address)
         self._follow = entry(addresses[KernelSpec("team", "follow")])
         self.n_threads = n_threads

@@ -26,6 +26,7 @@ from localrun.models.params import INT_MAX, Keys
 from localrun.models.placing import Recorded, place
 from localrun.models.plan import LOGITS_ADDRESS, PLACE_IMAGES, SPARE_ROWS, ImageRows, Recorder
 from localrun.models.pooling import LONGEST_WHOLE, POOLINGS, is_causal
+from localrun.models.profile import Profile
 from localrun.models.program import Program, room
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
@@ -68,6 +69,8 @@ class RecordedModel:
         self._recorder = recorder
         self._adapters: Adapters | None = None
         self._weights: Weights | None = weights
+        self.profile: Profile | None = None
+        """Where passes leave their times, with LoadOptions.timed."""
         self._tables = tables
         self._cards = cards
         self._kv = np.zeros(0, np.uint8)
@@ -187,6 +190,8 @@ class RecordedModel:
         grains = self._program.grains(chunks, self.info.n_threads)
         if self._cards is None:
             self._team.run(self._program.table, chunks, grains)
+            if self.profile:
+                self.profile.add()
             return outputs
         cut = self._program.cut
         self._team.run(self._program.table[:cut], chunks[:cut], grains[:cut])
@@ -391,7 +396,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
     header = np.zeros(slots.SIZE // 8, np.int64)
-    crew = team.Team(library, n_threads, header)
+    crew = team.Team(library, n_threads, header, timed=options.timed)
     try:
         weights.fill(library, crew, progress, keep=lambda name: name == "token_embd.weight")
     except BaseException:
@@ -420,4 +425,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         cards=placed.found,
         kv_blocks=placed.kv_blocks,
     )
-    return RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
+    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
+    if options.timed:
+        model.profile = Profile(program)
+    return model

@@ -72,6 +72,8 @@ class LoadOptions:
     """The cards; None: those of this machine."""
     images: bool = False
     """Whether spans will have images. Raises ModelFileError for a model that cannot have any."""
+    timed: bool = False
+    """Whether passes on the processor are timed instruction by instruction (models/profile.py)."""
 
 
 @dataclass(frozen=True)
