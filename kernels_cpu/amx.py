@@ -29,8 +29,12 @@ from localrun.kernels_cpu.pack import PACKINGS
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
     load_f16x16,
+    load_f32x16,
     load_i8x32,
+    load_i16x32,
+    splat_f32,
     splat_i32,
+    store,
     store_scalar,
     tile_fma,
     tile_load,
@@ -48,13 +52,20 @@ from localrun.kernels_cpu.tiles_table import block_scale
 
 ROWS = 16
 """Tokens of a tile."""
-CONFIG, PARTS, SUMS, FLOATS = 0, 64, 64 + 8192, 64 + 8192 + 8192
-"""Scratch: tile configuration, expanded weights, products, then 64 bytes of float sums a token."""
+DEPTH, DEPTH_32 = 8, 48
+"""Blocks of a row that are taken at a time."""
+PART_BYTES, PART_BYTES_32 = 8192 + 64 * 10, 512 + 64 * 2
+"""An expanded block: its bytes, then scales and minima as they are multiplied."""
+MOST_GROUPS = 8
+MOST_TOKENS = 512
+CONFIG, SUMS, PARTS = 0, 8192, 16384
+FLOATS = PARTS + max(DEPTH * PART_BYTES, DEPTH_32 * PART_BYTES_32)
+"""Scratch: tile configuration, products (two places 4096 bytes apart), expanded weights, then 64 bytes of float sums a group and token."""
 
 
-def scratch_bytes(max_tokens: int) -> int:
+def scratch_bytes() -> int:
     """Scratch memory a thread needs."""
-    return FLOATS + 64 * (max_tokens + ROWS)
+    return FLOATS + MOST_GROUPS * MOST_TOKENS * 64
 
 
 # ---- instructions -------------------------------------------------------------------------------------------------------------
@@ -119,195 +130,194 @@ def _configure(depth: int) -> Any:
 # ---- kind '256' ---------------------------------------------------------------------------------------------------------------
 
 
-def _group_256(isa: Isa, type_name: str) -> Any:
-    expand = expand_256(isa, type_name)
+def _layout_256(type_name: str) -> tuple[bool, float, int, int, int, int]:
+    """(whether there are minima, factor of the scale, where they lie in a packed block, pairs of them, the sums they go with, the scale)."""
     packing = PACKINGS[BY_NAME[type_name].id]
-    step = packing.quants + packing.scales
-    # where the parts of a packed block lie, and the sums that go with its minima
     if type_name in OCTETS:
         o = OCTETS[type_name]
-        with_mins, size, factor = o.minimum is not None, 256 // o.sub * 16, o.factor
-        mins_at, pairs, sums_at = packing.quants + size, size // 32, 32 if o.sub == 16 else 8
+        size = 256 // o.sub * 16
+        with_mins = o.minimum is not None
         d_at = packing.quants + size * (2 if with_mins else 1)
-    else:
-        with_mins, factor = type_name != "Q6_K", 1.0
-        mins_at, pairs, sums_at = packing.quants + 128, 4, 8
-        d_at = packing.quants + 256
+        return with_mins, o.factor, packing.quants + size, size // 32, 32 if o.sub == 16 else 8, d_at
+    return type_name != "Q6_K", 1.0, packing.quants + 128, 4, 8, packing.quants + 256
+
+
+def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
+    """(expand a packed block, products of 16 tokens with the expanded blocks)."""
+    spread = expand_256(isa, type_name)
+    with_mins, factor, mins_at, pairs, sums_at, d_at = _layout_256(type_name)
     dot2 = isa.ops.tile_dot2
-    configure = _configure(64)
 
     @numba.njit
-    def floats(w: int, x: int, low: int, sums: int, first: int) -> None:
-        """Adds the products of one super-block, low bytes at `low`, high bytes 1024 behind, to the float sums of eight tokens."""
-        high = tile_load(zeros_i32(8), low + 1024, 64)
-        total = tile_scale_add(tile_load(zeros_i32(8), low, 64), high, splat_i32(numba.int32(256)))
-        d = f16_to_f32(load_f16x16(w + d_at)) * numba.float32(factor)
+    def expand(w: int, u: int, parts: int) -> None:
+        spread(w, parts, parts + 4096)
+        constants = parts + 8192
+        store(constants, f16_to_f32(load_f16x16(w + d_at)) * numba.float32(factor))
         if with_mins:
-            mins = zeros_i32(8)
+            store(constants + 64, f16_to_f32(load_f16x16(w + d_at + 32)) * numba.float32(-1.0))
             for j in range(pairs):
-                mins = dot2(mins, u8_to_i16(load_i8x32(w + mins_at + j * 32)), x + sums_at + j * 4, 64)
-            dmin = f16_to_f32(load_f16x16(w + d_at + 32))
-            value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
-        else:
-            value = tile_mul(tile_to_f32(total), d)
-        acc = zeros_f32(8)
-        if first == 0:
-            acc = tile_load(acc, sums, 64)
-        tile_store_all(tile_fma(acc, value, tile_splat_f32(acc, x, 64)), sums, 64)
+                store(constants + 128 + j * 64, u8_to_i16(load_i8x32(w + mins_at + j * 32)))
 
     @numba.njit
-    def group(w: int, n: int, x: int, tokens: int, scratch: int) -> None:
-        """Float sums of `tokens` (a multiple of 16) tokens into scratch.
+    def floats(acc: Any, constants: int, x: int, low: int) -> Any:
+        """acc + the products of one super-block, low bytes at `low`, high bytes 1024 behind, of four tokens."""
+        high = tile_load(zeros_i32(4), low + 1024, 64)
+        total = tile_scale_add(tile_load(zeros_i32(4), low, 64), high, splat_i32(numba.int32(256)))
+        value = tile_mul(tile_to_f32(total), load_f32x16(constants))
+        if with_mins:
+            mins = zeros_i32(4)
+            for j in range(pairs):
+                mins = dot2(mins, load_i16x32(constants + 128 + j * 64), x + sums_at + j * 4, 64)
+            value = tile_fma(value, tile_to_f32(mins), load_f32x16(constants + 64))
+        return tile_fma(acc, value, tile_splat_f32(acc, x, 64))
 
-        The float work of 32 tokens is issued between the tile products of the next 32: they take as long and need other parts of the core.
-        """
-        configure(scratch + CONFIG)
-        step16 = n * TILE_SUPER
-        low = scratch + PARTS
-        high = low + 4096
-        for b in range(n):
-            expand(w, low, high)
-            first = numba.int64(b == 0)
-            products = scratch + SUMS
-            other = products + 4096
-            before = 0
-            for t in range(0, tokens, 32):
-                at = x + (t >> 4) * step16
-                two = tokens - t >= 32
-                tile_zero(0)
-                tile_zero(1)
-                tile_zero(2)
-                tile_zero(3)
-                for k in range(4):
-                    load_tile(4, at + k * 1024, 64)
-                    load_tile(6, low + k * 1024, 64)
-                    dot_signed_unsigned(0, 4, 6)
-                    load_tile(7, high + k * 1024, 64)
-                    dot_signed_signed(1, 4, 7)
-                    if two:
-                        load_tile(5, at + step16 + k * 1024, 64)
-                        dot_signed_unsigned(2, 5, 6)
-                        dot_signed_signed(3, 5, 7)
-                    if t > 0:
-                        meta = x + ((before >> 4) + (k >> 1)) * step16 + 4096 + (k & 1) * 512
-                        floats(w, meta, other + (k >> 1) * 2048 + (k & 1) * 512, scratch + FLOATS + before * 64 + k * 512, first)
-                store_tile(0, products, 64)
-                store_tile(1, products + 1024, 64)
-                store_tile(2, products + 2048, 64)
-                store_tile(3, products + 3072, 64)
-                before = t
-                products, other = other, products
-            for k in range(min(tokens - before, 32) >> 3):
-                meta = x + ((before >> 4) + (k >> 1)) * step16 + 4096 + (k & 1) * 512
-                floats(w, meta, other + (k >> 1) * 2048 + (k & 1) * 512, scratch + FLOATS + before * 64 + k * 512, first)
-            w += step
+    @numba.njit
+    def sixteen(parts: int, count: int, x: int, sums: int, first: int, products: int) -> None:
+        a0 = zeros_f32(4)
+        a1 = zeros_f32(4)
+        a2 = zeros_f32(4)
+        a3 = zeros_f32(4)
+        if first == 0:
+            a0 = tile_load(a0, sums, 64)
+            a1 = tile_load(a1, sums + 256, 64)
+            a2 = tile_load(a2, sums + 512, 64)
+            a3 = tile_load(a3, sums + 768, 64)
+        for _ in range(count):
+            tile_zero(0)
+            tile_zero(1)
+            for k in range(4):
+                load_tile(4, x + k * 1024, 64)
+                load_tile(6, parts + k * 1024, 64)
+                dot_signed_unsigned(0, 4, 6)
+                load_tile(7, parts + 4096 + k * 1024, 64)
+                dot_signed_signed(1, 4, 7)
+            store_tile(0, products, 64)
+            store_tile(1, products + 1024, 64)
+            a0 = floats(a0, parts + 8192, x + 4096, products)
+            a1 = floats(a1, parts + 8192, x + 4352, products + 256)
+            a2 = floats(a2, parts + 8192, x + 4608, products + 512)
+            a3 = floats(a3, parts + 8192, x + 4864, products + 768)
+            parts += PART_BYTES
             x += TILE_SUPER
-        release()
+            products ^= 4096
+        tile_store_all(a0, sums, 64)
+        tile_store_all(a1, sums + 256, 64)
+        tile_store_all(a2, sums + 512, 64)
+        tile_store_all(a3, sums + 768, 64)
 
-    return group
+    return expand, sixteen
 
 
 # ---- kind '32' ----------------------------------------------------------------------------------------------------------------
 
 
-def _group_32(isa: Isa, type_name: str) -> Any:
-    packing = PACKINGS[BY_NAME[type_name].id]
-    quants, scales = packing.quants, packing.scales
+def _panel_32(isa: Isa, type_name: str) -> tuple[Any, Any]:
+    """(expand a packed block, products of 16 tokens with the expanded blocks)."""
     with_min = type_name in ("Q4_1", "Q5_1")
-    expand = expand_32(isa, type_name)
+    spread = expand_32(isa, type_name)
     scale = block_scale(type_name)
-    configure = _configure(32)
 
     @numba.njit
-    def floats(u: int, count: int, meta: int, products: int, sums: int, first: int) -> None:
-        """Adds the products of up to four blocks to the float sums of eight tokens."""
-        acc = zeros_f32(8)
+    def expand(w: int, u: int, parts: int) -> None:
+        spread(w, parts)
+        store(parts + 512, scale(u))
+        if with_min:
+            store(parts + 576, f16_to_f32(load_f16x16(u + 32)))
+
+    @numba.njit
+    def floats(acc: Any, constants: int, x: int, products: int) -> Any:
+        """acc + the products of one block, of four tokens."""
+        dots = tile_load(zeros_i32(4), products, 64)
+        acc = tile_fma(acc, tile_mul(tile_to_f32(dots), tile_splat_f32(acc, x, 4)), load_f32x16(constants))
+        if with_min:
+            acc = tile_fma(acc, tile_splat_f32(acc, x + 64, 4), load_f32x16(constants + 64))
+        return acc
+
+    @numba.njit
+    def sixteen(parts: int, count: int, x: int, sums: int, first: int, products: int) -> None:
+        a0 = zeros_f32(4)
+        a1 = zeros_f32(4)
+        a2 = zeros_f32(4)
+        a3 = zeros_f32(4)
         if first == 0:
-            acc = tile_load(acc, sums, 64)
+            a0 = tile_load(a0, sums, 64)
+            a1 = tile_load(a1, sums + 256, 64)
+            a2 = tile_load(a2, sums + 512, 64)
+            a3 = tile_load(a3, sums + 768, 64)
         for b in range(count):
-            dots = tile_load(zeros_i32(8), products + b * 1024, 64)
-            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta + b * 128, 4))
-            acc = tile_fma(acc, scaled, scale(u + b * scales))
-            if with_min:
-                acc = tile_fma(acc, tile_splat_f32(acc, meta + b * 128 + 64, 4), f16_to_f32(load_f16x16(u + b * scales + 32)))
-        tile_store_all(acc, sums, 64)
+            at = x + (b >> 2) * TILE_QUAD
+            meta = at + 2048 + (b & 3) * 128
+            tile_zero(0)
+            load_tile(4, at + (b & 3) * 512, 32)
+            load_tile(6, parts, 64)
+            dot_signed_signed(0, 4, 6)
+            store_tile(0, products, 64)
+            a0 = floats(a0, parts + 512, meta, products)
+            a1 = floats(a1, parts + 512, meta + 16, products + 256)
+            a2 = floats(a2, parts + 512, meta + 32, products + 512)
+            a3 = floats(a3, parts + 512, meta + 48, products + 768)
+            parts += PART_BYTES_32
+            products ^= 4096
+        tile_store_all(a0, sums, 64)
+        tile_store_all(a1, sums + 256, 64)
+        tile_store_all(a2, sums + 512, 64)
+        tile_store_all(a3, sums + 768, 64)
 
-    @numba.njit
-    def group(w: int, n: int, x: int, tokens: int, scratch: int) -> None:
-        """Float sums of `tokens` (a multiple of 16) tokens into scratch; float work between tile products as for kind '256'.
+    return expand, sixteen
 
-        Four blocks at a time; of the last ones, those that are not there are multiplied as well (by what lies in memory) and never read.
-        """
-        configure(scratch + CONFIG)
-        parts = scratch + PARTS
-        u = w + n * quants
-        step16 = ((n + 3) >> 2) * TILE_QUAD
-        for b in range(0, n, 4):
-            count = min(n - b, 4)
-            for i in range(count):
-                expand(w + i * quants, parts + i * 512)
-            first = numba.int64(b == 0)
-            products = scratch + SUMS
-            other = products + 4096
-            before = 0
-            for t in range(0, tokens, 16):
-                at = x + (t >> 4) * step16
-                meta = x + (before >> 4) * step16 + 2048
-                done = scratch + FLOATS + before * 64
-                tile_zero(0)
-                load_tile(4, at, 32)
-                load_tile(6, parts, 64)
-                dot_signed_signed(0, 4, 6)
-                tile_zero(1)
-                load_tile(5, at + 512, 32)
-                load_tile(7, parts + 512, 64)
-                dot_signed_signed(1, 5, 7)
-                if t > 0:
-                    floats(u, count, meta, other, done, first)
-                tile_zero(2)
-                load_tile(4, at + 1024, 32)
-                load_tile(6, parts + 1024, 64)
-                dot_signed_signed(2, 4, 6)
-                tile_zero(3)
-                load_tile(5, at + 1536, 32)
-                load_tile(7, parts + 1536, 64)
-                dot_signed_signed(3, 5, 7)
-                if t > 0:
-                    floats(u, count, meta + 32, other + 512, done + 512, first)
-                store_tile(0, products, 64)
-                store_tile(1, products + 1024, 64)
-                store_tile(2, products + 2048, 64)
-                store_tile(3, products + 3072, 64)
-                before = t
-                products, other = other, products
-            meta = x + (before >> 4) * step16 + 2048
-            floats(u, count, meta, other, scratch + FLOATS + before * 64, first)
-            floats(u, count, meta + 32, other + 512, scratch + FLOATS + before * 64 + 512, first)
-            w += count * quants
-            u += count * scales
-            x += TILE_QUAD
-        release()
 
-    return group
+# ---- both ---------------------------------------------------------------------------------------------------------------------
 
 
 SUPPORTED = tuple(p.format.name for p in PACKINGS.values() if p.kind != "f" and p.format.name != "NVFP4")
 """All but floats and NVFP4, which has two scales in 32 values."""
 
 
-def make_group(isa: Isa, type_name: str) -> Any:
-    """The compiled function (packed group, blocks, tiles of activations, tokens, scratch, out, bytes between tokens of out, bias, add)
-    that writes the results of a multiple of 16 tokens.
+def make_groups(isa: Isa, type_name: str) -> Any:
+    """The compiled function (packed groups, bytes of one, how many, blocks in a row, tiles of activations, tokens, scratch, out, bytes
+    between tokens of out, bias, add) that writes the results of up to MOST_GROUPS groups and a multiple of 16 tokens.
+
+    DEPTH blocks of all groups at a time, so that their part of the activations is read from the second-level cache by all groups but the first;
+    a group's expanded weights stay in the first-level cache while the tokens go by, sixteen tokens' sums in registers.
     """
-    sums = _group_32(isa, type_name) if PACKINGS[BY_NAME[type_name].id].kind == "32" else _group_256(isa, type_name)
+    quads = PACKINGS[BY_NAME[type_name].id].kind == "32"
+    expand, sixteen = _panel_32(isa, type_name) if quads else _panel_256(isa, type_name)
+    packing = PACKINGS[BY_NAME[type_name].id]
+    quants, scales = packing.quants, packing.scales
+    configure = _configure(32 if quads else 64)
+    tile_bytes = tile_step(type_name)
 
     @numba.njit
-    def group(w: int, n: int, x: int, tokens: int, scratch: int, out: int, out_stride: int, bias: Any, add: int) -> None:
-        sums(w, n, x, tokens, scratch)
-        for t in range(0, tokens, 8):
-            tile_store(tile_load(zeros_f32(8), scratch + FLOATS + t * 64, 64), out + t * out_stride, out_stride, 8, bias, add)
+    def groups(
+        w: int, group_bytes: int, count: int, n: int, x: int, tokens: int, scratch: int, out: int, out_stride: int, bias_at: int, add: int
+    ) -> None:
+        configure(scratch + CONFIG)
+        parts = scratch + PARTS
+        step16 = tile_bytes(n)
+        depth = DEPTH_32 if quads else DEPTH
+        for b in range(0, n, depth):
+            blocks = min(n - b, depth)
+            panel = x + ((b >> 2) * TILE_QUAD if quads else b * TILE_SUPER)
+            for g in range(count):
+                packed = w + g * group_bytes
+                sums = scratch + FLOATS + g * tokens * 64
+                for i in range(b, b + blocks):
+                    if quads:
+                        expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
+                    else:
+                        expand(packed + i * (quants + scales), 0, parts + (i - b) * PART_BYTES)
+                for t in range(0, tokens, ROWS):
+                    sixteen(parts, blocks, panel + (t >> 4) * step16, sums + t * 64, numba.int64(b == 0), scratch + SUMS)
+        release()
+        for g in range(count):
+            bias = splat_f32(numba.float32(0.0))
+            if bias_at:
+                bias = load_f32x16(bias_at + g * 64)
+            sums = scratch + FLOATS + g * tokens * 64
+            for t in range(0, tokens, 8):
+                tile_store(tile_load(zeros_f32(8), sums + t * 64, 64), out + t * out_stride + g * 64, out_stride, 8, bias, add)
 
-    return group
+    return groups
 
 
 def tile_step(type_name: str) -> Any:

@@ -282,25 +282,20 @@ def matmul(isa: Isa, type_name: str) -> Any:
     args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
     5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
     11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
-    14 bytes of scratch a thread, 15 where in it a group is unpacked to, 16 activations as tiles (0: there are none). Rows of out, and
-    the bias, have room for whole groups of 16; activations for 7 tokens more.
+    14 bytes of scratch a thread, 15 where in it groups are unpacked to, 16 activations as tiles (0: there are none), 17 groups a chunk with
+    MANY tokens or more, if there are. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
     """
     tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
     pack_group = group_packer(type_name)
     use_amx = isa.amx and type_name in amx.SUPPORTED
-    many: Any = amx.make_group(isa, type_name) if use_amx else None
+    many: Any = amx.make_groups(isa, type_name) if use_amx else None
     tile_step = amx.tile_step(type_name)
 
     @numba.njit
-    def group(
-        w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias: Any, add: int, scratch: int, tiles: int
-    ) -> None:
-        if use_amx and tokens >= 16 and tiles:
-            sixteens = tokens & -16
-            many(w, n, tiles, sixteens, scratch, out, out_stride, bias, add)
-            x += sixteens * stride
-            out += sixteens * out_stride
-            tokens -= sixteens
+    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int) -> None:
+        bias = splat_f32(numba.float32(0.0))
+        if bias_at:
+            bias = load_f32x16(bias_at)
         while tokens > 4:
             tile_store(tile8(w, n, x, stride), out, out_stride, tokens, bias, add)
             x += 8 * stride
@@ -313,43 +308,66 @@ def matmul(isa: Isa, type_name: str) -> Any:
         elif tokens == 1:
             tile_store(tile1(w, n, x, stride), out, out_stride, tokens, bias, add)
 
-    def kernel(args: int, head: int, chunk: int, thread: int) -> None:
-        weights = load_i64(args)
-        group_bytes = load_i64(args + 8)
-        n_blocks = load_i64(args + 16)
-        n_rows = load_i64(args + 24)
-        per_chunk = load_i64(args + 64)
-        bias_at = load_i64(args + 72)
-        tokens = load_i64(head + load_i64(args + 88))
-        row_bytes = load_i64(args + 96)
-        scratch = load_i64(args + 104) + thread * load_i64(args + 112)
-        unpacked = scratch + load_i64(args + 120)
+    @numba.njit
+    def few_tokens(args: int, first: int, last: int, tokens: int, unpacked: int) -> None:
+        """Groups first..last-1, plain tiles."""
+        group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
+        stride, out_stride, bias_at = load_i64(args + 40), load_i64(args + 56), load_i64(args + 72)
         # Activations of a block of tokens stay in the second-level cache while the chunk's groups go by. A group that has to be unpacked
         # first is unpacked once, for all tokens.
-        stride = load_i64(args + 40)
         block = tokens
         if tokens > 8 and not row_bytes:
             block = max(PANEL // stride & -32, 32)
-        tiles = load_i64(args + 128)
-        if tokens < MANY:
-            tiles = 0
-        first = chunk * per_chunk
-        last = min(first + per_chunk, (n_rows + 15) >> 4)
         for t in range(0, tokens, block):
             for g in range(first, last):
-                w = weights + g * group_bytes
+                w = load_i64(args) + g * group_bytes
                 if row_bytes:
-                    pack_group(weights + g * 16 * row_bytes, row_bytes, n_rows - g * 16, n_blocks, group_bytes, unpacked)
+                    pack_group(load_i64(args) + g * 16 * row_bytes, row_bytes, load_i64(args + 24) - g * 16, n_blocks, group_bytes, unpacked)
                     w = unpacked
-                bias = splat_f32(numba.float32(0.0))
-                if bias_at:
-                    bias = load_f32x16(bias_at + g * 64)
-                panel = 0
-                if use_amx and tiles:
-                    panel = tiles + (t >> 4) * tile_step(n_blocks)
                 group(
                     w, n_blocks, load_i64(args + 32) + t * stride, stride, min(block, tokens - t),
-                    load_i64(args + 48) + t * load_i64(args + 56) + g * 64, load_i64(args + 56), bias, load_i64(args + 80), scratch, panel,
+                    load_i64(args + 48) + t * out_stride + g * 64, out_stride, bias_at + g * 64 if bias_at else 0, load_i64(args + 80),
                 )
+
+    @numba.njit
+    def many_tokens(args: int, first: int, last: int, tokens: int, scratch: int, unpacked: int) -> None:
+        """The same with matrix tiles, what is left of sixteen tokens apart."""
+        group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
+        stride, out_stride, bias_at, add = load_i64(args + 40), load_i64(args + 56), load_i64(args + 72), load_i64(args + 80)
+        tiles, sixteens = load_i64(args + 128), tokens & -16
+        for g in range(first, last, amx.MOST_GROUPS):
+            count = min(last - g, amx.MOST_GROUPS)
+            w = load_i64(args) + g * group_bytes
+            if row_bytes:
+                for i in range(g, g + count):
+                    pack_group(
+                        load_i64(args) + i * 16 * row_bytes, row_bytes, load_i64(args + 24) - i * 16, n_blocks, group_bytes,
+                        unpacked + (i - g) * group_bytes,
+                    )
+                w = unpacked
+            bias = bias_at + g * 64 if bias_at else 0
+            out = load_i64(args + 48) + g * 64
+            for t in range(0, sixteens, amx.MOST_TOKENS):
+                many(
+                    w, group_bytes, count, n_blocks, tiles + (t >> 4) * tile_step(n_blocks), min(sixteens - t, amx.MOST_TOKENS), scratch,
+                    out + t * out_stride, out_stride, bias, add,
+                )
+            if sixteens < tokens:
+                for i in range(count):
+                    group(
+                        w + i * group_bytes, n_blocks, load_i64(args + 32) + sixteens * stride, stride, tokens - sixteens,
+                        out + sixteens * out_stride + i * 64, out_stride, bias + i * 64 if bias else 0, add,
+                    )
+
+    def kernel(args: int, head: int, chunk: int, thread: int) -> None:
+        tokens = load_i64(head + load_i64(args + 88))
+        scratch = load_i64(args + 104) + thread * load_i64(args + 112)
+        n_groups = (load_i64(args + 24) + 15) >> 4
+        if use_amx and load_i64(args + 128) and tokens >= MANY:
+            first = chunk * load_i64(args + 136)
+            many_tokens(args, first, min(first + load_i64(args + 136), n_groups), tokens, scratch, scratch + load_i64(args + 120))
+        else:
+            first = chunk * load_i64(args + 64)
+            few_tokens(args, first, min(first + load_i64(args + 64), n_groups), tokens, scratch + load_i64(args + 120))
 
     return kernel

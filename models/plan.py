@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, experts, head, heads, kv, lora
 from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
+from localrun.kernels_cpu.amx import MOST_GROUPS
 from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.team import WORDS
@@ -58,6 +59,8 @@ SPARE_ROWS = 8
 CHUNK_BYTES = 96 << 10
 """About how many weight bytes one chunk of a matmul reads: small enough to share out evenly, large beside the cost of taking a chunk."""
 MIN_CHUNKS = 16
+LARGE_CHUNKS = 6
+"""Chunks a thread, at least, of a matmul with many tokens."""
 LOGITS_ADDRESS = 6
 """Argument of the matmul of the logits that says where they go."""
 INT64_MAX = 2**63 - 1
@@ -423,14 +426,20 @@ class Recorder:
         address, stride, tiles = self._form(x, weight.kind)
         groups = -(-weight.rows // 16)
         per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
-        unpacked_at = -(-matrix_scratch_bytes(self.max_batch) // 64) * 64 if self.amx else 0
-        scratch, scratch_bytes = self._per_thread("matmul", unpacked_at + (0 if weight.packed else weight.group_bytes))
+        # Chunks of large batches are large too: what the groups of one share (activations) is worth more than the weights of one.
+        per_large = min(MOST_GROUPS, max(1, groups // (LARGE_CHUNKS * self.n_threads))) if tiles else per_chunk
+        unpacked_at = -(-matrix_scratch_bytes() // 64) * 64 if self.amx else 0
+        unpacked = 0 if weight.packed else weight.group_bytes * (MOST_GROUPS if tiles else 1)
+        scratch, scratch_bytes = self._per_thread("matmul", unpacked_at + unpacked)
         args = [
             0 if away else weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address,
             out.stride, per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
             0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at, tiles,
+            per_large,
         ]
-        instruction = self._append("matmul", "matmul", [weight.type_name], args, name, "one", -(-groups // per_chunk), beside)
+        rule: Rule = "matmul" if rows == "tokens" else "output_matmul"
+        instruction = self._append("matmul", "matmul", [weight.type_name], args, name, rule, -(-groups // per_chunk), beside)
+        instruction.large_factor = -(-groups // per_large)
         instruction.weight = weight if away else None
         if weight.name != EMBEDDING:
             self._site(weight, x, out, 1.0, rows == "outputs")
@@ -697,6 +706,7 @@ class Recorder:
         return Program(
             table, args, [i.kernel for i in instructions], [i.name for i in instructions],
             np.array([RULES.index(i.rule) for i in instructions]), np.array([i.factor for i in instructions], np.int64),
+            np.array([i.large_factor or i.factor for i in instructions], np.int64),
             np.array([i.most or INT64_MAX for i in instructions], np.int64), logits, self._max_positions,
             self.partial_bytes, self.fewest_kv, adapted, self._hidden,
             [i for i, instruction in enumerate(instructions) if any(instruction is one for one in self._head)],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from localrun.kernels_cpu.activations import MANY
 from localrun.kernels_cpu.compile import KernelSpec
 from localrun.kernels_cpu.experts import Layout
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from localrun.models.weights import Stack, Weight
 
 T = TypeVar("T", bound=np.generic)
-Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans"]
-RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans")
-"""What an instruction's chunk count is a multiple of."""
+Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul"]
+RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul")
+"""What an instruction's chunk count is a multiple of; a matmul's is one number for few rows and another for MANY."""
 HOST = -1
 """The place of instructions that no card runs."""
 
@@ -78,6 +79,8 @@ class Instruction:
     """Which card runs it."""
     weight: Weight | Stack | None = None
     """The matrix it reads, where a card runs it; its address is then no argument."""
+    large_factor: int = 0
+    """Of a matmul with MANY rows or more."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class Program:
     names: list[str]
     rule: NDArray[np.int64]
     factor: NDArray[np.int64]
+    large_factor: NDArray[np.int64]
     most: NDArray[np.int64]
     logits: int
     """Index of the instruction that writes the logits; -1: there are none."""
@@ -187,8 +191,10 @@ class Program:
 
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""
-        units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0, spans], np.int64)
-        chunks: NDArray[np.int64] = np.minimum(self.factor * units[self.rule], self.most)
+        units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0, spans, 1, 1], np.int64)
+        large = np.array([False] * 6 + [tokens >= MANY, outputs >= MANY])
+        factor = np.where(large[self.rule], self.large_factor, self.factor)
+        chunks: NDArray[np.int64] = np.minimum(factor * units[self.rule], self.most)
         return chunks
 
     def grains(self, chunks: NDArray[np.int64], n_threads: int) -> NDArray[np.int64]:
