@@ -8,7 +8,7 @@ For matrix instructions (amx.py) the rows of a batch of MANY tokens or more are 
 instruction reads lies together:
 
     kind '256'  per 16 tokens and super-block TILE_SUPER bytes: 4 x (16 tokens x 64 int8), then 16 x the last 64 bytes of SUPER
-    kind '32'   per 16 tokens and 4 blocks TILE_QUAD bytes: 4 x (16 tokens x 32 int8), then 4 x (16 d f32, 16 d * sum f32)
+    kind '32'   per 16 tokens and 2 blocks TILE_PAIR bytes: 2 x (16 tokens x 32 int8), then 2 x (16 d f32, 16 d * sum f32)
 
 A scale is d = max|x| / 127, a quant rint(x * (127 / max|x|)), ties to even; both are 0 where max|x| is below TINY.
 """
@@ -43,7 +43,7 @@ META = 28
 """Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of
 either half."""
 TILE_SUPER = 16 * SUPER
-TILE_QUAD = 2048 + 512
+TILE_PAIR = 1024 + 256
 MANY = 32
 """Tokens from which on matrix instructions pay."""
 TINY = 1e-30
@@ -125,11 +125,11 @@ def _tiles_256(row: int, n: int, tiles: int, t: int) -> None:
 def _tiles_32(row: int, n: int, tiles: int, t: int) -> None:
     """A row of kind '32' to its place among the tiles."""
     meta = row + ((n + 63) & -64)
-    quads = (n + 127) >> 7
+    pairs = (n + 63) >> 6
     for b in range(n >> 5):
-        target = tiles + ((t >> 4) * quads + (b >> 2)) * TILE_QUAD
-        store(target + (b & 3) * 512 + (t & 15) * 32, load_i8x32(row + b * 32))
-        scales = target + 2048 + (b & 3) * 128 + (t & 15) * 4
+        target = tiles + ((t >> 4) * pairs + (b >> 1)) * TILE_PAIR
+        store(target + (b & 1) * 512 + (t & 15) * 32, load_i8x32(row + b * 32))
+        scales = target + 1024 + (b & 1) * 128 + (t & 15) * 4
         store_scalar(scales, load_f32(meta + b * META))
         store_scalar(scales + 64, load_f32(meta + b * META + 4))
 
@@ -164,4 +164,4 @@ def give(row: int, n: int, args: int, t: int, tokens: int) -> None:
 def tile_bytes(kind: str, n: int, max_tokens: int) -> int:
     """Bytes of the tiles of a batch; 0 for kind 'f'."""
     blocks = -(-max_tokens // 16)
-    return {"256": n // 256 * TILE_SUPER, "32": -(-n // 128) * TILE_QUAD, "f": 0}[kind] * blocks
+    return {"256": n // 256 * TILE_SUPER, "32": -(-n // 64) * TILE_PAIR, "f": 0}[kind] * blocks

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from localrun.kernels_cpu.activations import TILE_QUAD, TILE_SUPER
+from localrun.kernels_cpu.activations import TILE_PAIR, TILE_SUPER
 from localrun.kernels_cpu.expand import expand_32, expand_256
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
@@ -52,15 +52,15 @@ from localrun.kernels_cpu.tiles_table import block_scale
 
 ROWS = 16
 """Tokens of a tile."""
-DEPTH, DEPTH_32 = 8, 48
+DEPTH, DEPTH_32 = 3, 32
 """Blocks of a row that are taken at a time."""
 PART_BYTES, PART_BYTES_32 = 8192 + 64 * 10, 512 + 64 * 2
 """An expanded block: its bytes, then scales and minima as they are multiplied."""
 MOST_GROUPS = 8
 MOST_TOKENS = 512
-CONFIG, SUMS, PARTS = 0, 8192, 16384
+CONFIG, SUMS, PARTS = 0, 64, 64 + 4096
 FLOATS = PARTS + max(DEPTH * PART_BYTES, DEPTH_32 * PART_BYTES_32)
-"""Scratch: tile configuration, products (two places 4096 bytes apart), expanded weights, then 64 bytes of float sums a group and token."""
+"""Scratch: tile configuration, products, expanded weights, then 64 bytes of float sums a group and token."""
 
 
 def scratch_bytes() -> int:
@@ -127,11 +127,67 @@ def _configure(depth: int) -> Any:
     return configure
 
 
+def _sixteen(even: Any, odd: Any, floats: Any, unit: int, part_bytes: int, tile_bytes: int) -> Any:
+    """A compiled function: products of 16 tokens with expanded blocks, `unit` of them at a time, added to their float sums.
+
+    even, odd: issue the tile products of a unit, into tiles 0 and 1 or 2 and 3. Products are stored only after those of the next unit
+    have been issued: what a store waits for, later loads that look alike to the processor (their addresses agree in the last 12 bits) wait
+    for as well.
+    """
+
+    @numba.njit
+    def sixteen(parts: int, count: int, x: int, sums: int, first: int, products: int) -> None:
+        a0 = zeros_f32(4)
+        a1 = zeros_f32(4)
+        a2 = zeros_f32(4)
+        a3 = zeros_f32(4)
+        if first == 0:
+            a0 = tile_load(a0, sums, 64)
+            a1 = tile_load(a1, sums + 256, 64)
+            a2 = tile_load(a2, sums + 512, 64)
+            a3 = tile_load(a3, sums + 768, 64)
+        even(x, parts)
+        left = count
+        while left > 0:
+            if left > unit:
+                odd(x + tile_bytes, parts + part_bytes)
+            store_tile(0, products, 64)
+            store_tile(1, products + 1024, 64)
+            if left < count:
+                a0 = floats(a0, parts - part_bytes, x - tile_bytes, products + 2048, 0, unit)
+                a1 = floats(a1, parts - part_bytes, x - tile_bytes, products + 2048, 4, unit)
+                a2 = floats(a2, parts - part_bytes, x - tile_bytes, products + 2048, 8, unit)
+                a3 = floats(a3, parts - part_bytes, x - tile_bytes, products + 2048, 12, unit)
+            if left > 2 * unit:
+                even(x + 2 * tile_bytes, parts + 2 * part_bytes)
+            if left > unit:
+                store_tile(2, products + 2048, 64)
+                store_tile(3, products + 3072, 64)
+            a0 = floats(a0, parts, x, products, 0, left)
+            a1 = floats(a1, parts, x, products, 4, left)
+            a2 = floats(a2, parts, x, products, 8, left)
+            a3 = floats(a3, parts, x, products, 12, left)
+            left -= 2 * unit
+            x += 2 * tile_bytes
+            parts += 2 * part_bytes
+        if left > -unit:
+            a0 = floats(a0, parts - part_bytes, x - tile_bytes, products + 2048, 0, left + unit)
+            a1 = floats(a1, parts - part_bytes, x - tile_bytes, products + 2048, 4, left + unit)
+            a2 = floats(a2, parts - part_bytes, x - tile_bytes, products + 2048, 8, left + unit)
+            a3 = floats(a3, parts - part_bytes, x - tile_bytes, products + 2048, 12, left + unit)
+        tile_store_all(a0, sums, 64)
+        tile_store_all(a1, sums + 256, 64)
+        tile_store_all(a2, sums + 512, 64)
+        tile_store_all(a3, sums + 768, 64)
+
+    return sixteen
+
+
 # ---- kind '256' ---------------------------------------------------------------------------------------------------------------
 
 
 def _layout_256(type_name: str) -> tuple[bool, float, int, int, int, int]:
-    """(whether there are minima, factor of the scale, where they lie in a packed block, pairs of them, the sums they go with, the scale)."""
+    """(whether there are minima, the scale's factor; where minima lie in a packed block, pairs of them, the sums they go with, the scale)."""
     packing = PACKINGS[BY_NAME[type_name].id]
     if type_name in OCTETS:
         o = OCTETS[type_name]
@@ -159,8 +215,11 @@ def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
                 store(constants + 128 + j * 64, u8_to_i16(load_i8x32(w + mins_at + j * 32)))
 
     @numba.njit
-    def floats(acc: Any, constants: int, x: int, low: int) -> Any:
-        """acc + the products of one super-block, low bytes at `low`, high bytes 1024 behind, of four tokens."""
+    def floats(acc: Any, parts: int, x: int, low: int, token: int, left: int) -> Any:
+        """acc + the products of one super-block, low bytes at `low`, high bytes 1024 behind, of four tokens from `token` on."""
+        constants = parts + 8192
+        x += 4096 + token * 64
+        low += token * 64
         high = tile_load(zeros_i32(4), low + 1024, 64)
         total = tile_scale_add(tile_load(zeros_i32(4), low, 64), high, splat_i32(numba.int32(256)))
         value = tile_mul(tile_to_f32(total), load_f32x16(constants))
@@ -172,40 +231,28 @@ def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
         return tile_fma(acc, value, tile_splat_f32(acc, x, 64))
 
     @numba.njit
-    def sixteen(parts: int, count: int, x: int, sums: int, first: int, products: int) -> None:
-        a0 = zeros_f32(4)
-        a1 = zeros_f32(4)
-        a2 = zeros_f32(4)
-        a3 = zeros_f32(4)
-        if first == 0:
-            a0 = tile_load(a0, sums, 64)
-            a1 = tile_load(a1, sums + 256, 64)
-            a2 = tile_load(a2, sums + 512, 64)
-            a3 = tile_load(a3, sums + 768, 64)
-        for _ in range(count):
-            tile_zero(0)
-            tile_zero(1)
-            for k in range(4):
-                load_tile(4, x + k * 1024, 64)
-                load_tile(6, parts + k * 1024, 64)
-                dot_signed_unsigned(0, 4, 6)
-                load_tile(7, parts + 4096 + k * 1024, 64)
-                dot_signed_signed(1, 4, 7)
-            store_tile(0, products, 64)
-            store_tile(1, products + 1024, 64)
-            a0 = floats(a0, parts + 8192, x + 4096, products)
-            a1 = floats(a1, parts + 8192, x + 4352, products + 256)
-            a2 = floats(a2, parts + 8192, x + 4608, products + 512)
-            a3 = floats(a3, parts + 8192, x + 4864, products + 768)
-            parts += PART_BYTES
-            x += TILE_SUPER
-            products ^= 4096
-        tile_store_all(a0, sums, 64)
-        tile_store_all(a1, sums + 256, 64)
-        tile_store_all(a2, sums + 512, 64)
-        tile_store_all(a3, sums + 768, 64)
+    def even(x: int, parts: int) -> None:
+        tile_zero(0)
+        tile_zero(1)
+        for k in range(4):
+            load_tile(4, x + k * 1024, 64)
+            load_tile(6, parts + k * 1024, 64)
+            dot_signed_unsigned(0, 4, 6)
+            load_tile(7, parts + 4096 + k * 1024, 64)
+            dot_signed_signed(1, 4, 7)
 
-    return expand, sixteen
+    @numba.njit
+    def odd(x: int, parts: int) -> None:
+        tile_zero(2)
+        tile_zero(3)
+        for k in range(4):
+            load_tile(5, x + k * 1024, 64)
+            load_tile(6, parts + k * 1024, 64)
+            dot_signed_unsigned(2, 5, 6)
+            load_tile(7, parts + 4096 + k * 1024, 64)
+            dot_signed_signed(3, 5, 7)
+
+    return expand, _sixteen(even, odd, floats, 1, PART_BYTES, TILE_SUPER)
 
 
 # ---- kind '32' ----------------------------------------------------------------------------------------------------------------
@@ -225,45 +272,42 @@ def _panel_32(isa: Isa, type_name: str) -> tuple[Any, Any]:
             store(parts + 576, f16_to_f32(load_f16x16(u + 32)))
 
     @numba.njit
-    def floats(acc: Any, constants: int, x: int, products: int) -> Any:
-        """acc + the products of one block, of four tokens."""
-        dots = tile_load(zeros_i32(4), products, 64)
-        acc = tile_fma(acc, tile_mul(tile_to_f32(dots), tile_splat_f32(acc, x, 4)), load_f32x16(constants))
-        if with_min:
-            acc = tile_fma(acc, tile_splat_f32(acc, x + 64, 4), load_f32x16(constants + 64))
+    def floats(acc: Any, parts: int, x: int, products: int, token: int, left: int) -> Any:
+        """acc + the products of two blocks (of one, if no more are left), of four tokens from `token` on."""
+        x += 1024 + token * 4
+        products += token * 64
+        for i in range(2):
+            if i < left:
+                constants = parts + i * PART_BYTES_32 + 512
+                dots = tile_load(zeros_i32(4), products + i * 1024, 64)
+                acc = tile_fma(acc, tile_mul(tile_to_f32(dots), tile_splat_f32(acc, x + i * 128, 4)), load_f32x16(constants))
+                if with_min:
+                    acc = tile_fma(acc, tile_splat_f32(acc, x + i * 128 + 64, 4), load_f32x16(constants + 64))
         return acc
 
     @numba.njit
-    def sixteen(parts: int, count: int, x: int, sums: int, first: int, products: int) -> None:
-        a0 = zeros_f32(4)
-        a1 = zeros_f32(4)
-        a2 = zeros_f32(4)
-        a3 = zeros_f32(4)
-        if first == 0:
-            a0 = tile_load(a0, sums, 64)
-            a1 = tile_load(a1, sums + 256, 64)
-            a2 = tile_load(a2, sums + 512, 64)
-            a3 = tile_load(a3, sums + 768, 64)
-        for b in range(count):
-            at = x + (b >> 2) * TILE_QUAD
-            meta = at + 2048 + (b & 3) * 128
-            tile_zero(0)
-            load_tile(4, at + (b & 3) * 512, 32)
-            load_tile(6, parts, 64)
-            dot_signed_signed(0, 4, 6)
-            store_tile(0, products, 64)
-            a0 = floats(a0, parts + 512, meta, products)
-            a1 = floats(a1, parts + 512, meta + 16, products + 256)
-            a2 = floats(a2, parts + 512, meta + 32, products + 512)
-            a3 = floats(a3, parts + 512, meta + 48, products + 768)
-            parts += PART_BYTES_32
-            products ^= 4096
-        tile_store_all(a0, sums, 64)
-        tile_store_all(a1, sums + 256, 64)
-        tile_store_all(a2, sums + 512, 64)
-        tile_store_all(a3, sums + 768, 64)
+    def even(x: int, parts: int) -> None:
+        tile_zero(0)
+        load_tile(4, x, 32)
+        load_tile(6, parts, 64)
+        dot_signed_signed(0, 4, 6)
+        tile_zero(1)
+        load_tile(5, x + 512, 32)
+        load_tile(7, parts + PART_BYTES_32, 64)
+        dot_signed_signed(1, 5, 7)
 
-    return expand, sixteen
+    @numba.njit
+    def odd(x: int, parts: int) -> None:
+        tile_zero(2)
+        load_tile(4, x, 32)
+        load_tile(6, parts, 64)
+        dot_signed_signed(2, 4, 6)
+        tile_zero(3)
+        load_tile(5, x + 512, 32)
+        load_tile(7, parts + PART_BYTES_32, 64)
+        dot_signed_signed(3, 5, 7)
+
+    return expand, _sixteen(even, odd, floats, 2, 2 * PART_BYTES_32, TILE_PAIR)
 
 
 # ---- both ---------------------------------------------------------------------------------------------------------------------
@@ -277,14 +321,14 @@ def make_groups(isa: Isa, type_name: str) -> Any:
     """The compiled function (packed groups, bytes of one, how many, blocks in a row, tiles of activations, tokens, scratch, out, bytes
     between tokens of out, bias, add) that writes the results of up to MOST_GROUPS groups and a multiple of 16 tokens.
 
-    DEPTH blocks of all groups at a time, so that their part of the activations is read from the second-level cache by all groups but the first;
+    DEPTH blocks of all groups at a time, so that all groups but the first read their part of the activations from the second-level cache;
     a group's expanded weights stay in the first-level cache while the tokens go by, sixteen tokens' sums in registers.
     """
-    quads = PACKINGS[BY_NAME[type_name].id].kind == "32"
-    expand, sixteen = _panel_32(isa, type_name) if quads else _panel_256(isa, type_name)
+    pairs = PACKINGS[BY_NAME[type_name].id].kind == "32"
+    expand, sixteen = _panel_32(isa, type_name) if pairs else _panel_256(isa, type_name)
     packing = PACKINGS[BY_NAME[type_name].id]
     quants, scales = packing.quants, packing.scales
-    configure = _configure(32 if quads else 64)
+    configure = _configure(32 if pairs else 64)
     tile_bytes = tile_step(type_name)
 
     @numba.njit
@@ -294,15 +338,15 @@ def make_groups(isa: Isa, type_name: str) -> Any:
         configure(scratch + CONFIG)
         parts = scratch + PARTS
         step16 = tile_bytes(n)
-        depth = DEPTH_32 if quads else DEPTH
+        depth = DEPTH_32 if pairs else DEPTH
         for b in range(0, n, depth):
             blocks = min(n - b, depth)
-            panel = x + ((b >> 2) * TILE_QUAD if quads else b * TILE_SUPER)
+            panel = x + ((b >> 1) * TILE_PAIR if pairs else b * TILE_SUPER)
             for g in range(count):
                 packed = w + g * group_bytes
                 sums = scratch + FLOATS + g * tokens * 64
                 for i in range(b, b + blocks):
-                    if quads:
+                    if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
                     else:
                         expand(packed + i * (quants + scales), 0, parts + (i - b) * PART_BYTES)
@@ -322,10 +366,10 @@ def make_groups(isa: Isa, type_name: str) -> Any:
 
 def tile_step(type_name: str) -> Any:
     """A compiled function: blocks in a row -> bytes of the activation tiles of 16 tokens."""
-    quads = PACKINGS[BY_NAME[type_name].id].kind == "32"
+    pairs = PACKINGS[BY_NAME[type_name].id].kind == "32"
 
     @numba.njit
     def step(n: int) -> int:
-        return ((n + 3) >> 2) * TILE_QUAD if quads else n * TILE_SUPER
+        return ((n + 1) >> 1) * TILE_PAIR if pairs else n * TILE_SUPER
 
     return step

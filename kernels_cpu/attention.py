@@ -76,6 +76,15 @@ def partial_bytes(n_heads: int, dim_v: int) -> int:
     return n_heads * (64 + room(dim_v) * 4)
 
 
+@numba.njit
+def _scale(source: int, target: int, n: int, factor: Any) -> None:
+    """target = source * factor, n float32; what lies behind them is left alone."""
+    for i in range(0, n & -16, 16):
+        store(target + i * 4, load_f32x16(source + i * 4) * splat_f32(factor))
+    for i in range(n & -16, n):
+        store_scalar(target + i * 4, load_f32(source + i * 4) * factor)
+
+
 def rope_kv(isa: Isa, kv_type: str, dim: int, dim_v: int) -> Any:
     """Kernel, one row a chunk: norms and rotates the row's query and key heads, scales the queries, writes K and V into the row's block.
 
@@ -101,8 +110,7 @@ def rope_kv(isa: Isa, kv_type: str, dim: int, dim_v: int) -> Any:
         table = load_i64(head + load_i64(args + 96)) + position * n_rot * 4
         for h in range(n_heads):
             _prepare(q + h * dim * 4, dim, load_i64(args + 64), eps, n_rot, table, halves)
-        for i in range(n_heads * dim):
-            store_scalar(q + i * 4, load_f32(q + i * 4) * scale)
+        _scale(q, q, n_heads * dim, scale)
         block = i64(load_i32(load_i64(load_i64(head + H.TABLES) + 8 * t) + 4 * (position >> 4)))
         layer = load_i64(head + H.KV) + block * load_i64(head + H.KV_BLOCK) + load_i64(args + 112)
         for h in range(n_kv):
@@ -163,6 +171,7 @@ def _softmax(queries: int, soft_cap: bool, bias: int, sees: int) -> Any:
                 unseen = position - (window >> 1)
                 if window > 0:
                     past = min(past, position + (window >> 1) + 1)
+            all_seen = first + STEP <= past and (window <= 0 or unseen <= first)
             peak = splat_f32(f(MASKED))
             for b in range(4):
                 s = load_f32x16(row + b * 64)
@@ -176,9 +185,10 @@ def _softmax(queries: int, soft_cap: bool, bias: int, sees: int) -> Any:
                     s = fma(ahead, splat_f32(load_f32(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i)), s)
                 if bias == TABLE_BIAS:
                     s = s + load_f32x16(load_i64(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i) + 4 * (start - position))
-                s = where(lanes_below(past - start), s, splat_f32(f(MASKED)))
-                if window > 0:
-                    s = where(lanes_below(unseen - start), splat_f32(f(MASKED)), s)
+                if not all_seen:
+                    s = where(lanes_below(past - start), s, splat_f32(f(MASKED)))
+                    if window > 0:
+                        s = where(lanes_below(unseen - start), splat_f32(f(MASKED)), s)
                 store(row + b * 64, s)
                 peak = vmax(peak, s)
             old = load_f32(state)
@@ -191,8 +201,9 @@ def _softmax(queries: int, soft_cap: bool, bias: int, sees: int) -> Any:
             fade = vexp(splat_f32(old - new))
             store_scalar(state, new)
             store_scalar(state + 4, fma(load_f32(state + 4), max_f32(fade), sum_f32(total)))
-            for d in range(vectors):
-                store(out + d * 64, load_f32x16(out + d * 64) * fade)
+            if new > old:  # otherwise the output fades by a factor of 1
+                for d in range(vectors):
+                    store(out + d * 64, load_f32x16(out + d * 64) * fade)
 
     return softmax
 
@@ -305,8 +316,7 @@ def _finish(out: int, state: int, sinks: int, h: int, target: int, dim_v: int) -
     if sinks:
         norm = norm + max_f32(vexp(splat_f32(load_f32(sinks + h * 4) - load_f32(state))))
     inverse = f(1.0) / norm
-    for d in range(dim_v):
-        store_scalar(target + d * 4, load_f32(out + d * 4) * inverse)
+    _scale(out, target, dim_v, inverse)
 
 
 @numba.njit
@@ -385,8 +395,7 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
                 values = load_i64(args + 96) + (kv_head * group + v % group) * load_i64(args + 112)
                 store_scalar(load_i64(frame + POSITIONS) + QUERIES * 8 + 8 * i, values)
             source = load_i64(args) + row * load_i64(args + 8) + (kv_head * group + v % group) * dim * 4
-            for d in range(dim):
-                store_scalar(load_i64(frame + Q) + i * q_bytes + d * 4, load_f32(source + d * 4))
+            _scale(source, load_i64(frame + Q) + i * q_bytes, dim, f(1.0))
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         n_heads = load_i64(args + 16)

@@ -14,8 +14,8 @@ _i64 = ir.IntType(64)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def ticks(typingctx: Any) -> Any:
-    """Ticks since some start, at a constant rate on processors of the last fifteen years: the time stamp counter on x86, the virtual counter
-    on ARM (which programs may read, unlike its cycle counter)."""
+    """Ticks since some start, at a constant rate on processors of the last fifteen years: the time stamp counter on x86, on ARM the virtual
+    counter (which programs may read, unlike its cycle counter)."""
     arm = platform.machine().lower() in ("arm64", "aarch64")
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:

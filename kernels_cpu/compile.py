@@ -207,6 +207,9 @@ def optimise(text: str, machine: llvm.TargetMachine, triple: str | None = None) 
     for function in module.functions:
         if not function.is_declaration and function.name not in _HELPERS:
             function.linkage = "internal"
+            if " x " in str(function.global_value_type):
+                # Takes vectors: passing them through memory would cost more than the work.
+                function.add_function_attribute("alwaysinline")
     for variable in module.global_variables:
         if not variable.is_declaration:
             variable.linkage = "internal"

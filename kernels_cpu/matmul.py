@@ -309,8 +309,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
             tile_store(tile1(w, n, x, stride), out, out_stride, tokens, bias, add)
 
     @numba.njit
-    def few_tokens(args: int, first: int, last: int, tokens: int, unpacked: int) -> None:
-        """Groups first..last-1, plain tiles."""
+    def few_tokens(args: int, first: int, last: int, start: int, tokens: int, unpacked: int) -> None:
+        """Groups first..last-1 for tokens from `start` on, plain tiles."""
         group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
         stride, out_stride, bias_at = load_i64(args + 40), load_i64(args + 56), load_i64(args + 72)
         # Activations of a block of tokens stay in the second-level cache while the chunk's groups go by. A group that has to be unpacked
@@ -318,11 +318,12 @@ def matmul(isa: Isa, type_name: str) -> Any:
         block = tokens
         if tokens > 8 and not row_bytes:
             block = max(PANEL // stride & -32, 32)
-        for t in range(0, tokens, block):
+        for t in range(start, tokens, block):
             for g in range(first, last):
                 w = load_i64(args) + g * group_bytes
                 if row_bytes:
-                    pack_group(load_i64(args) + g * 16 * row_bytes, row_bytes, load_i64(args + 24) - g * 16, n_blocks, group_bytes, unpacked)
+                    rows = load_i64(args) + g * 16 * row_bytes
+                    pack_group(rows, row_bytes, load_i64(args + 24) - g * 16, n_blocks, group_bytes, unpacked)
                     w = unpacked
                 group(
                     w, n_blocks, load_i64(args + 32) + t * stride, stride, min(block, tokens - t),
@@ -331,10 +332,10 @@ def matmul(isa: Isa, type_name: str) -> Any:
 
     @numba.njit
     def many_tokens(args: int, first: int, last: int, tokens: int, scratch: int, unpacked: int) -> None:
-        """The same with matrix tiles, what is left of sixteen tokens apart."""
+        """Groups first..last-1 for a multiple of 16 tokens, matrix tiles."""
         group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
-        stride, out_stride, bias_at, add = load_i64(args + 40), load_i64(args + 56), load_i64(args + 72), load_i64(args + 80)
-        tiles, sixteens = load_i64(args + 128), tokens & -16
+        out_stride, bias_at, add = load_i64(args + 56), load_i64(args + 72), load_i64(args + 80)
+        tiles = load_i64(args + 128)
         for g in range(first, last, amx.MOST_GROUPS):
             count = min(last - g, amx.MOST_GROUPS)
             w = load_i64(args) + g * group_bytes
@@ -347,27 +348,26 @@ def matmul(isa: Isa, type_name: str) -> Any:
                 w = unpacked
             bias = bias_at + g * 64 if bias_at else 0
             out = load_i64(args + 48) + g * 64
-            for t in range(0, sixteens, amx.MOST_TOKENS):
+            for t in range(0, tokens, amx.MOST_TOKENS):
                 many(
-                    w, group_bytes, count, n_blocks, tiles + (t >> 4) * tile_step(n_blocks), min(sixteens - t, amx.MOST_TOKENS), scratch,
+                    w, group_bytes, count, n_blocks, tiles + (t >> 4) * tile_step(n_blocks), min(tokens - t, amx.MOST_TOKENS), scratch,
                     out + t * out_stride, out_stride, bias, add,
                 )
-            if sixteens < tokens:
-                for i in range(count):
-                    group(
-                        w + i * group_bytes, n_blocks, load_i64(args + 32) + sixteens * stride, stride, tokens - sixteens,
-                        out + sixteens * out_stride + i * 64, out_stride, bias + i * 64 if bias else 0, add,
-                    )
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         tokens = load_i64(head + load_i64(args + 88))
         scratch = load_i64(args + 104) + thread * load_i64(args + 112)
         n_groups = (load_i64(args + 24) + 15) >> 4
+        per_chunk = load_i64(args + 64)
+        sixteens = 0
         if use_amx and load_i64(args + 128) and tokens >= MANY:
-            first = chunk * load_i64(args + 136)
-            many_tokens(args, first, min(first + load_i64(args + 136), n_groups), tokens, scratch, scratch + load_i64(args + 120))
-        else:
-            first = chunk * load_i64(args + 64)
-            few_tokens(args, first, min(first + load_i64(args + 64), n_groups), tokens, scratch + load_i64(args + 120))
+            per_chunk = load_i64(args + 136)
+            sixteens = tokens & -16
+        first = chunk * per_chunk
+        last = min(first + per_chunk, n_groups)
+        unpacked = scratch + load_i64(args + 120)
+        if use_amx and sixteens:
+            many_tokens(args, first, last, sixteens, scratch, unpacked)
+        few_tokens(args, first, last, sixteens, tokens, unpacked)
 
     return kernel
