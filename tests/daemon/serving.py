@@ -41,7 +41,7 @@ def tiny_gguf(
         "tokenizer.ggml.tokens": ("array[string]", [f"t{i}" for i in range(40)]),
         "tokenizer.chat_template": ("string", template),
     }
-    listed = [(name, kind, content) for name, (kind, content) in (own | (keys or {})).items()]
+    listed: list[tuple[str | bytes, str, Any]] = [(name, kind, content) for name, (kind, content) in (own | (keys or {})).items()]
     return Builder(keys=listed, tensors=tensors or []).bytes()
 
 

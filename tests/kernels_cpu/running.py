@@ -100,14 +100,15 @@ def matmul(
     extra = np.zeros(groups * 16, np.float32)
     if bias is not None:
         extra[:n_rows] = bias
-    unpacked_at = -(-amx.scratch_bytes(tokens) // 64) * 64
-    scratch = aligned(2 * (unpacked_at + group_bytes))
+    unpacked_at = -(-amx.scratch_bytes() // 64) * 64
+    scratch_bytes = unpacked_at + 2 * group_bytes
+    scratch = aligned(2 * scratch_bytes)
     header = np.zeros(head.SIZE // 8, np.int64)
     header[head.TOKENS // 8] = tokens
     args = [
         weights.ctypes.data, group_bytes, n // packing.block, n_rows, x.memory.ctypes.data, x.stride, out.ctypes.data, groups * 64, 2,
         extra.ctypes.data if bias is not None else 0, int(add_to is not None), head.TOKENS, 0 if packed else rows.shape[1],
-        scratch.ctypes.data, unpacked_at + group_bytes, unpacked_at, x.tiles.ctypes.data,
+        scratch.ctypes.data, scratch_bytes, unpacked_at, x.tiles.ctypes.data, 2,
     ]
     call(name, KernelSpec("matmul", "matmul", (FORMATS[type_id].name,)), args, -(-groups // 2), header, thread=1)
     assert (out[tokens:] == GUARD).all(), "a row behind the last token was written"
