@@ -187,7 +187,7 @@ def _sixteen(even: Any, odd: Any, floats: Any, unit: int, part_bytes: int, tile_
 
 
 def _layout_256(type_name: str) -> tuple[bool, float, int, int, int, int]:
-    """(whether there are minima, the scale's factor; where in a packed block minima lie, their pairs, sums that go with them, the scale)."""
+    """(whether there are minima, the scale's factor; where in a packed block minima lie, their pairs, their sums, the scale)."""
     packing = PACKINGS[BY_NAME[type_name].id]
     if type_name in OCTETS:
         o = OCTETS[type_name]
