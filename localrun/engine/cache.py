@@ -129,12 +129,19 @@ class KVCache:
         else:
             self.states.attach(*where, slot)
 
-    def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """`copy`, which says the same and has no blocks, shares all of the sequence's."""
+    def fork(self, seq: Sequence, copy: Sequence) -> bool:
+        """`copy`, which says the same and has no blocks, shares all of the sequence's and gets a copy of its recurrent state. False, with
+        nothing changed, where no slot is free for that.
+        """
+        if self.states is not None:
+            if seq.slot < 0 or not self.hold(copy):
+                return False
+            self.states.copy(seq.slot, copy.slot)
         for block in seq.blocks:
             self.pool.retain(block)
         copy.blocks = list(seq.blocks)
         copy.computed, copy.in_tree, copy.tree_cursor = seq.computed, seq.in_tree, seq.tree_cursor
+        return True
 
     def rewind(self, seq: Sequence, n_tokens: int) -> None:
         """The sequence goes on from its first n_tokens: what follows is computed anew. With recurrent state, which cannot be taken back,

@@ -116,8 +116,7 @@ class Scheduler:
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
         """Adds a copy of a sequence: it runs beside it with the same blocks, or, where no place is free, is read again later."""
-        if seq.phase is Phase.RUNNING and len(self.running) < self.max_running and self.cache.states is None:
-            self.cache.fork(seq, copy)
+        if seq.phase is Phase.RUNNING and len(self.running) < self.max_running and self.cache.fork(seq, copy):
             copy.phase = Phase.RUNNING
             self.running.append(copy)
         else:

@@ -16,8 +16,8 @@ from localrun.engine.pool import BlockPool
 from localrun.engine.prefix import PrefixTree
 from localrun.engine.runner import _allocate
 from localrun.engine.states import StateSlots
-from localrun.errors import LoadFailed
-from localrun.messages import Evaluate, Load, Sampling
+from localrun.errors import BadRequest, Busy, LoadFailed
+from localrun.messages import Evaluate, Generate, Load, Sampling
 from tests.engine import oracle
 from tests.engine.harness import Harness
 from tests.engine.test_engine import PREFIXES, SAMPLINGS, Asked, asked
@@ -198,6 +198,47 @@ def test_an_answer_that_ends_before_what_was_computed_leaves_no_snapshot_there()
         harness.run()
         assert second.answer == oracle.answer([*first.tokens, 65], Sampling(seed=1), 10, **STATE)
     assert taken_back > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("eog_bias", [-100.0, 0.0])
+def test_beams_take_their_states_with_them(kind: dict[str, Any], eog_bias: float) -> None:
+    """Beginnings split with a copy of their state; where no slot is free, they are read again: the same search either way."""
+
+    def found(*, copied: bool) -> tuple[list[int], int]:
+        harness = Harness(FakeModel(eog_bias=eog_bias, **kind), n_blocks=64, n_slots=16)
+        if not copied:
+            harness.engine.cache.fork = lambda seq, copy: False  # type: ignore[method-assign]
+        outcome = harness.add_search(harness.intake.search(beams(harness, 3)))
+        harness.run()
+        return outcome.answer, harness.model.rows
+
+    answer, rows = found(copied=True)
+    again, rows_read_again = found(copied=False)
+    assert answer == again
+    assert rows <= 36 + 8 * 3
+    assert rows < rows_read_again
+
+
+def beams(harness: Harness, n: int) -> Generate:
+    number = len(harness.outcomes)
+    prompt = [BOS, *range(40, 75)]
+    return Generate(request_id=f"b{number}", prompt_tokens=prompt, num_beams=n, max_tokens=8, sampling=Sampling(seed=1))
+
+
+def test_beams_that_cannot_all_run_at_a_time_are_refused() -> None:
+    """Beams wait for each other in their places: too many would wait for ever."""
+    harness = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64, n_slots=8)
+    with pytest.raises(BadRequest, match="5 beams cannot run at a time, this model has room for 4"):
+        harness.engine.submit_search(harness.intake.search(beams(harness, 5)))
+    first = harness.add_search(harness.intake.search(beams(harness, 3)))
+    with pytest.raises(Busy, match="only 4 beams"):
+        harness.engine.submit_search(harness.intake.search(beams(harness, 2)))
+    harness.run()
+    assert first.finished is not None
+    second = harness.add_search(harness.intake.search(beams(harness, 4)))
+    harness.run()
+    assert second.finished is not None
 
 
 def test_an_evaluation_beside_answers() -> None:
