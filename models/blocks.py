@@ -19,7 +19,7 @@ from localrun.models.validate import check_hyperparameters, check_model, check_t
 
 if TYPE_CHECKING:  # recording belongs into a runner; reading hyper-parameters must not cost its imports
     from localrun.models.plan import Recorder
-    from localrun.models.program import Activation, Row
+    from localrun.models.program import Activation, DistanceBias, Row
     from localrun.models.weights import Vector, Weight, Weights
 
 Shapes = dict[str, tuple[int, ...]]
@@ -215,6 +215,8 @@ class Attention:
     clamp: float = 0.0
     """Bound of Q, K and V."""
     max_alibi_bias: float = 0.0
+    distances: DistanceBias | None = None
+    """T5's relative positions."""
     temperature_table: int = 0
     """Number of the table by whose factors queries grow with the position (rope.Temperature); 0: none."""
 
@@ -287,7 +289,7 @@ def attend(r: Recorder, w: Weights, p: Decoder, blk: str, q: Row, k: Row, v: Row
     slopes = w.numbers(alibi_slopes(p.n_heads, how.max_alibi_bias)) if how.max_alibi_bias else None
     return r.attention(
         q, layer, n_heads=p.n_heads, n_kv=p.n_kv, dim=p.dim, dim_v=p.dim_v, window=how.window, soft_cap=how.soft_cap,
-        sinks=w.maybe(f"{blk}.attn_sinks.weight"), slopes=slopes,
+        sinks=w.maybe(f"{blk}.attn_sinks.weight"), slopes=slopes, distances=how.distances,
     )
 
 

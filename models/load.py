@@ -25,7 +25,7 @@ from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress
 from localrun.models.params import INT_MAX, Keys
 from localrun.models.placing import Recorded, place
 from localrun.models.plan import LOGITS_ADDRESS, PLACE_IMAGES, SPARE_ROWS, ImageRows, Recorder
-from localrun.models.pooling import LONGEST_WHOLE, POOLINGS, is_causal
+from localrun.models.pooling import ENCODER_DECODERS, LONGEST_WHOLE, POOLINGS, is_causal
 from localrun.models.profile import Profile
 from localrun.models.program import Program, room
 from localrun.models.registry import family_of
@@ -35,6 +35,8 @@ from localrun.models.weights import Weights
 
 assert BLOCK_TOKENS == kv.BLOCK
 FIRST_LOGIT_ROWS = 8
+ANSWERS_BESIDE = 64
+"""Rows of a pass that are for the next tokens of other sequences when an encoder's input takes as many as its context has."""
 ATTENTION_CHUNKS = 4
 """Chunks of attention a thread, below which rows are shared out in parts."""
 
@@ -120,11 +122,24 @@ class RecordedModel:
         """See Model. Raises ValueError of a model that gives vectors only."""
         if self._program.logits < 0 and not (self._cards and self._cards.ends_in_logits):
             raise ValueError(f"a {self.info.architecture} model gives vectors, no logits")
-        n = self._run(spans, [span.outputs for span in spans], pooling=False)
+        if self.info.decoder_start < 0:
+            n = self._run(spans, [span.outputs for span in spans], pooling=False)
+            return self._logits[:n, : self.info.n_vocab]
+        for span in spans:
+            if span.start < span.encoded and (span.start or len(span.tokens) != span.encoded or len(span.outputs)):
+                raise ValueError("an encoder's input must come whole and alone, and has no logits")
+        reading, answering = ([span for span in spans if (span.start < span.encoded) is side] for side in (True, False))
+        if reading:
+            self._run(reading, [span.outputs for span in reading], pooling=False, skip=self._program.decoder)
+        n = 0
+        if answering:
+            n = self._run(answering, [span.outputs for span in answering], pooling=False, skip=self._program.encoder)
         return self._logits[:n, : self.info.n_vocab]
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model."""
+        if not self.info.n_embd:
+            raise ValueError(f"a {self.info.architecture} model gives no vectors")
         pooling, causal = self.info.pooling, self.info.causal
         wanted = [rows_to_pool(len(span.tokens), pooling, causal) for span in spans]
         if self.info.whole and any(span.start for span in spans):
@@ -135,9 +150,9 @@ class RecordedModel:
         assert self._program.hidden is not None
         return pooled(self._program.hidden, [len(span.tokens) for span in spans], wanted)
 
-    def _run(self, spans: list[Span], wanted: list[NDArray[np.int32]], *, pooling: bool) -> int:
+    def _run(self, spans: list[Span], wanted: list[NDArray[np.int32]], *, pooling: bool, skip: Sequence[int] = ()) -> int:
         """One pass; how many rows were asked for. wanted: indices into each span's tokens; pooling: hidden states or scores of these rows
-        instead of logits.
+        instead of logits; skip: instructions of the other half of an encoder-decoder.
         """
         if self._weights is None:
             raise RuntimeError("the model is closed")
@@ -151,11 +166,12 @@ class RecordedModel:
             n = len(span.tokens)
             self._check(span, table, asked)
             self._token_ids[row : row + n] = span.tokens
-            self._positions[row : row + n] = np.arange(span.start, span.start + n)
+            first = span.start - (span.encoded if span.start else 0)  # a decoder counts from its own beginning
+            self._positions[row : row + n] = np.arange(first, first + n)
             self._row_tables[row : row + n] = table.ctypes.data
             self._output_rows[outputs : outputs + len(asked)] = asked + row
             if self._program.ends is not None:
-                self._program.ends[row : row + n] = n
+                self._program.ends[row : row + n] = span.encoded or n
             starts = np.arange(row, row + n, attention.TILE_ROWS)
             self._tiles[tiles : tiles + len(starts), 0] = starts
             self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
@@ -187,6 +203,7 @@ class RecordedModel:
             chunks[self._program.head] = 0
             if not outputs and self._program.logits >= 0:
                 chunks[self._program.logits] = 0
+        chunks[list(skip)] = 0
         grains = self._program.grains(chunks, self.info.n_threads)
         if self._cards is None:
             self._team.run(self._program.table, chunks, grains)
@@ -237,7 +254,8 @@ class RecordedModel:
     def _parts(self, tokens: int, tiles: int, longest: int) -> int:
         """Into how many parts attention over a row is shared out: only where there are too few rows and heads to keep all threads busy."""
         parts = -(-longest // attention.PART)
-        if tokens > tiles or parts == 1 or tiles * self._program.fewest_kv >= self.info.n_threads * ATTENTION_CHUNKS:
+        alone = tokens == tiles and self._program.ends is None
+        if not alone or parts == 1 or tiles * self._program.fewest_kv >= self.info.n_threads * ATTENTION_CHUNKS:
             parts = 1
         elif (size := tiles * parts * self._program.partial_bytes + 64) > len(self._partial):
             self._partial = np.zeros(size, np.uint8)
@@ -376,7 +394,10 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     causal = is_causal(gguf)
     pooling = POOLINGS[keys.int("pooling_type", 0)] or ("" if causal else "mean")
     whole = not causal or pooling in ("mean", "cls")
-    max_batch = max(options.max_batch, min(keys.int("context_length"), LONGEST_WHOLE)) if whole else options.max_batch
+    twofold = gguf.architecture in ENCODER_DECODERS
+    context = keys.int("context_length") * (2 if twofold else 1)
+    longest = min(context, LONGEST_WHOLE) if whole or twofold else 0
+    max_batch = max(options.max_batch, longest + (ANSWERS_BESIDE if twofold else 0))
 
     def record(places: Sequence[int], probe: bool) -> Recorded:
         away = tuple(f"blk.{i}." for i in range(min(len(places), n_layers)))
@@ -386,7 +407,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
 
     if options.images:
         options = replace(options, gpu_layers=0)
-    placed = place(record, n_layers, options.n_ctx or keys.int("context_length"), options, cache)
+    placed = place(record, n_layers, options.n_ctx or context, options, cache)
     if options.images:
         placed.note = "a model that sees images runs on the CPU"
     weights, recorder, cards = placed.weights, placed.recorder, placed.cards
@@ -406,7 +427,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     info = ModelInfo(
         architecture=gguf.architecture,
         n_vocab=n_vocab,
-        n_ctx_train=min(keys.int("context_length"), program.max_positions or INT_MAX, max_batch if whole else INT_MAX),
+        n_ctx_train=min(context, program.max_positions or INT_MAX, longest or INT_MAX),
         max_batch=max_batch,
         kv_bytes_per_block=recorder.kv_block_bytes,
         weight_bytes=weights.packed_bytes if weights.pack else sum(info.nbytes for info in gguf.tensors.values()),
@@ -424,6 +445,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         gpu_kv_bytes_per_block=cards.kv_block_bytes if cards else 0,
         cards=placed.found,
         kv_blocks=placed.kv_blocks,
+        decoder_start=keys.int("decoder_start_token_id") if twofold else -1,
     )
     model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
     if options.timed:

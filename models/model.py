@@ -33,6 +33,7 @@ class Span:
     tokens: int32 (n,); start: position of the first of them, all earlier positions being in the KV cache already;
     block_table: int32 (ceil((start + n) / BLOCK_TOKENS),) pool block of each BLOCK_TOKENS positions;
     outputs: int32 indices into `tokens` whose logits are wanted (empty: none);
+    encoded: of an encoder-decoder, how many of the sequence's first tokens are the encoder's input; a span has all of these or none;
     adapter: what `add_adapter` returned, 0: none; adapter_scale: factor of what it adds.
     state: slot whose recurrent state the span goes on from and leaves its own in (start 0: from nothing), -1 where a model has none;
     snapshots: (number of tokens, slot) in rising order: after so many of `tokens` the state is written to that slot, too.
@@ -48,6 +49,7 @@ class Span:
     adapter_scale: float = 1.0
     state: int = -1
     snapshots: tuple[tuple[int, int], ...] = ()
+    encoded: int = 0
     images: tuple[tuple[int, NDArray[np.float32]], ...] = ()
 
 
@@ -93,6 +95,8 @@ class ModelInfo:
     """How `embed` makes a sequence's vector: "mean", "cls", "last" or "rank" (one score); empty: no file says so, the last token's."""
     causal: bool = True
     """Whether a token sees only those before it. If not, `embed` is all the model can do."""
+    decoder_start: int = -1
+    """Of an encoder-decoder, the token before the answer's first; the prompt is the encoder's. -1: the model is none."""
 
     @property
     def whole(self) -> bool:

@@ -31,6 +31,7 @@ from localrun.models.program import (
     HOST,
     RULES,
     Activation,
+    DistanceBias,
     Hidden,
     Instruction,
     Memory,
@@ -122,6 +123,9 @@ class Recorder:
         self._hidden: Hidden | None = None
         self._head: list[Instruction] = []
         self._scores: Row | None = None
+        self._encoder: list[Instruction] = []
+        self._both = False
+        self._decoders_kv_type = kv_type
         self.ends: NDArray[np.int32] | None = None
         """Where tokens see those behind them: for each row how many positions its sequence has, set before each step."""
         self._max_positions = 0
@@ -209,7 +213,17 @@ class Recorder:
         they are kept in full.
         """
         self.ends = np.zeros(self.max_batch + SPARE_ROWS, np.int32)
-        self.kv_type = "f32"
+        self._both = True
+        self._decoders_kv_type, self.kv_type = self.kv_type, "f32"
+
+    def see_behind_only(self) -> None:
+        """Attention from here on is causal again, and keys and values are kept for passes to come."""
+        self._both = False
+        self.kv_type = self._decoders_kv_type
+
+    def decode_from_here(self) -> None:
+        """What was recorded so far is an encoder, what follows is a decoder; a pass runs the one or the other."""
+        self._encoder = list(self._instructions)
 
     def embed(self, table: Weight, scale: float = 1.0, positions: Vector | None = None, name: str = "x") -> Row:
         """x[t] = table[token t] * scale (+ positions[position t]). table: (n_vocab, width) -> (T, width)."""
@@ -476,15 +490,15 @@ class Recorder:
 
     def attention(
         self, q: Row, layer: int, *, n_heads: int, n_kv: int, dim: int, dim_v: int, window: int = 0, soft_cap: float = 0.0,
-        sinks: Vector | None = None, slopes: Vector | None = None,
+        sinks: Vector | None = None, slopes: Vector | None = None, distances: DistanceBias | None = None, cross: bool = False,
     ) -> Row:
         """Attention of q over the layer at that offset, causal unless `see_both_ways`, but for an image's rows, which see each other:
         (T, n_heads * dim_v).
 
-        slopes: ALiBi's, one a head.
+        slopes: ALiBi's, one a head; distances: T5's; cross: the layer is of what the encoder has read, and all of it is seen.
         """
         ends, sees = 0, list[int]()
-        if self.ends is not None:
+        if self.ends is not None and (self._both or cross):
             ends, sees = self.ends.ctypes.data, [attention.BOTH]
         elif self.images is not None:
             ends, sees = self.images.ends, [attention.FURTHER]
@@ -492,15 +506,17 @@ class Recorder:
         scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
         args = [
             q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
-            sinks.address if sinks else 0, slopes.address if slopes else 0, ends,
+            sinks.address if sinks else 0, slopes.address if slopes else distances.address if distances else 0, ends,
+            distances.stride if distances else 0,
         ]
+        bias = attention.ALIBI if slopes else attention.TABLE_BIAS if distances else 0
         if self._place == HOST:
             self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
             self.fewest_kv = min(self.fewest_kv, n_kv)
         self._append(
             "attention",
             "attention",
-            [self.kv_type, dim, dim_v, int(soft_cap > 0), attention.ALIBI if slopes else 0, *sees],
+            [self.kv_type, dim, dim_v, int(soft_cap > 0), bias, *sees],
             args,
             "attention",
             "tile_parts",
@@ -711,8 +727,16 @@ class Recorder:
             self.partial_bytes, self.fewest_kv, adapted, self._hidden,
             [i for i, instruction in enumerate(instructions) if any(instruction is one for one in self._head)],
             [i for i, one in enumerate(instructions) if i == logits or one.name == SOFT_CAP or self._is_logits(adapted.get(i))],
-            self._scores, self.ends, cut,
+            self._scores, *self._halves(instructions), self.ends, cut,
         )
+
+    def _halves(self, instructions: list[Instruction]) -> tuple[list[int], list[int]]:
+        """Indices of an encoder's instructions and of its decoder's, where there are both."""
+        if not self._encoder:
+            return [], []
+        encoder = {id(instruction) for instruction in self._encoder}
+        at = [i for i, instruction in enumerate(instructions) if id(instruction) in encoder]
+        return at, [i for i in range(len(instructions)) if i not in at]
 
     @staticmethod
     def _is_logits(site: Site | None) -> bool:

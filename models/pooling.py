@@ -23,6 +23,8 @@ WITHOUT_LOGITS = frozenset(
 )
 """Architectures that give vectors or scores and nothing else."""
 
+ENCODER_DECODERS = frozenset(("t5",))
+
 
 def read_pooling(keys: Keys, known: Collection[str] = ("", "mean", "cls", "last")) -> str:
     """The file's pooling_type in words. Raises ModelFileError for one that is not among `known`."""

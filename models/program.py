@@ -141,6 +141,15 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class DistanceBias:
+    """What is added to scores by distance. address: of the first head's float32 for distance 0, further ones beside it; stride: bytes from
+    head to head."""
+
+    address: int
+    stride: int
+
+
+@dataclass(frozen=True)
 class Hidden:
     """Where the last hidden states are found after a pass."""
 
@@ -180,6 +189,10 @@ class Program:
     """Indices of those that only logits need."""
     scores: Row | None = None
     """(O, labels), where the model has a classification head."""
+    encoder: list[int] = field(default_factory=list)
+    """Indices of the instructions that only the encoder's input needs, where there is a decoder, too."""
+    decoder: list[int] = field(default_factory=list)
+    """Indices of all others of such a model."""
     ends: NDArray[np.int32] | None = None
     """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
     cut: int = 0

@@ -97,6 +97,8 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
+    "t5": "t5",
+    "t5encoder": "t5",
     "xverse": "llama",
 }
 """Value of general.architecture -> module."""

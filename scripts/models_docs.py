@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 
+OTHERS = ("exact vectors", "rounded vectors", "exact answers", "rounded answers")
 HEAD = """# Models
 
 <!-- made by scripts/models_docs.py; do not edit -->
@@ -49,7 +50,7 @@ def tested() -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     for name, variants in literal(path, "TABLE").items():
         assert isinstance(variants, dict)
-        run = [variant for variant, kind in variants.items() if kind in ("exact", "same", "rounded", "exact vectors", "rounded vectors")]
+        run = [variant for variant, kind in variants.items() if kind in ("exact", "same", "rounded", *OTHERS)]
         if run:
             rows.setdefault(str(architectures.get(name, name)), []).append(f"{name} ({', '.join(run)})")
     return rows

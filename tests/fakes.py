@@ -202,10 +202,11 @@ class FakeModel:
         pure: bool = False,
         pooling: str = "",
         causal: bool = True,
+        decoder_start: int = -1,
     ) -> None:
         self.info = ModelInfo(
             "fake", n_vocab, n_ctx_train, max_batch, 0 if pure else 1024, 4096, False, "none", 1, WIDTH, pooling, causal,
-            state_bytes=state_bytes,
+            state_bytes=state_bytes, decoder_start=decoder_start,
         )
         self.passes = 0
         self.rows = 0
@@ -299,6 +300,10 @@ class FakeModel:
         if rows > self.info.max_batch:
             raise ValueError(f"{rows} rows in a pass of at most {self.info.max_batch}")
         self._no_block_written_twice(spans)
+        for span in spans:
+            assert (span.encoded > 0) is (self.info.decoder_start >= 0)
+            if span.start < span.encoded:
+                assert (span.start, len(span.tokens), len(span.outputs)) == (0, span.encoded, 0), "an encoder's input came in parts"
         for span in spans:
             self.store.write(span, round(1000 * self.adapters[span.adapter] * span.adapter_scale) if span.adapter else 0)
         after = self._advance(spans)

@@ -87,13 +87,25 @@ class Intake:
         self._refuse_what_is_missing(request)
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
-        prompt = self.prompt(request, context)
+        start = self._parts.model.info.decoder_start
+        prompt = self.prompt(request, context - (start >= 0))
+        encoded = len(prompt.tokens) if start >= 0 else 0
         images = self._placed(prompt)
         shifts = request.overflow in ("shift", "sinks") and not images
         if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
             raise BadRequest(f"deadline_s must be 0 or more, it is {request.deadline_s:g}", param="deadline_s")
         deadline = arrival + request.deadline_s if request.deadline_s else None
-        seq = Sequence(request.request_id, prompt.tokens, context, arrival, priority=request.priority, deadline=deadline)
+        seq = Sequence(
+            request.request_id,
+            [*prompt.tokens, start] if encoded else prompt.tokens,
+            context,
+            arrival,
+            priority=request.priority,
+            deadline=deadline,
+            may_reuse=not encoded,
+            whole=encoded,
+            encoded=encoded,
+        )
         seq.images = images
         given = request.sampling.seed
         seed = draw_seed() if given is None or given < 0 else given
@@ -243,6 +255,8 @@ class Intake:
         """Raises BadRequest, ContextOverflow."""
         if not self._parts.model.info.causal:
             raise Unsupported("this model gives no likelihoods: its tokens see those behind them")
+        if self._parts.model.info.decoder_start >= 0:
+            raise Unsupported("this model gives no likelihoods of a text: it is an encoder-decoder, which needs an input besides")
         if (message.text is None) == (message.tokens is None):
             raise BadRequest("exactly one of text and tokens must be given", param="text")
         tokens = self._tokenizer.encode(message.text) if message.text is not None else self._checked_ids(message.tokens or [], "tokens")
@@ -274,6 +288,8 @@ class Intake:
         """What the model, not the engine, cannot do."""
         if "completion" not in self._parts.capabilities:
             raise Unsupported(f"this model does not generate text; it is for {' and '.join(self._parts.capabilities)}")
+        if request.overflow in ("shift", "sinks") and self._parts.model.info.decoder_start >= 0:
+            raise Unsupported("overflow: an encoder reads the prompt as a whole, so nothing of it can be dropped later", param="overflow")
         template = self._template(request)
         if request.think and not template.supports_thinking:
             raise Unsupported("think: this model does not support thinking", param="think")

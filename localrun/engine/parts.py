@@ -122,7 +122,7 @@ def _load_draft(load: Load, tokenizer: Tokenizer, options: LoadOptions, progress
         own = load_tokenizer(gguf, Path(load.cache_dir) if load.draft_digest else None, load.draft_digest)
     check_same_vocabulary(tokenizer, own)
     model = load_model(load.draft_path, replace(options, gpu_layers=0), progress)
-    if model.info.state_bytes or not model.info.causal:
+    if model.info.state_bytes or not model.info.causal or model.info.decoder_start >= 0:
         model.close()
         raise BadRequest(f"draft: a model of the kind {model.info.architecture} cannot take guesses back; choose another", param="draft")
     return model

@@ -238,7 +238,8 @@ class Scheduler:
             return True
         # Sequences that are pooled come in a pass of their own.
         taken = sum(s.rows for s in plan.slices if s.seq.pools == seq.pools)
-        room = min(seq.pending, self.max_rows - taken, seq.max_chunk)
+        whole = max(0, seq.whole - seq.computed)
+        room = min(whole or seq.pending, self.max_rows - taken, seq.max_chunk)
         per_row = seq.computed + room // 2
         count = self._rows_within(plan, seconds, per_row, room)
         if count < min(room, MIN_CHUNK):
@@ -247,11 +248,11 @@ class Scheduler:
             count = min(room, MIN_CHUNK)
             at_least = self.cost.predict(plan.rows + count, plan.attended + count * per_row, plan.outputs)
             count = max(count, self._rows_within(plan, at_least, per_row, room))  # more rows, where they come at no more cost
-        if seq.whole and count < seq.pending:
-            if room < seq.pending or any(not s.seq.is_decoding for s in plan.slices):
+        if count < whole:
+            if room < whole or any(not s.seq.is_decoding for s in plan.slices):
                 return False
-            count = seq.pending
-        if ALIGN_FROM <= count < seq.pending:
+            count = whole
+        if not whole and ALIGN_FROM <= count < seq.pending:
             count -= (seq.computed + count) % self.cache.pool.block_tokens
         count = seq.uncut(count, self.max_rows - taken)
         if not count:

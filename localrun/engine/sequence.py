@@ -48,8 +48,10 @@ class Sequence:
     """Those that stand in its prompt, in their order. A sequence that has some is never shifted."""
     pools: bool = False
     """Whether a vector is wanted of it, and no logits."""
-    whole: bool = False
-    """Whether all its tokens must come in one pass."""
+    whole: int = 0
+    """So many of its first tokens must come in one pass, with no others of it."""
+    encoded: int = 0
+    """So many of its first tokens are an encoder's input."""
     max_chunk: int = 1 << 30
     """Most tokens of it in one step."""
 

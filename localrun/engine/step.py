@@ -360,6 +360,7 @@ class Engine:
                 outputs=np.array(self._job(s.seq).outputs(s.start, s.count, len(s.draft)), np.int32),
                 adapter=s.seq.adapter.number if s.seq.adapter is not None else 0,
                 adapter_scale=s.seq.adapter_scale,
+                encoded=s.seq.encoded,
                 state=s.seq.slot,
                 images=_images_in(s),
                 snapshots=tuple((position - s.start, slot) for position, slot in s.seq.saves.items()),

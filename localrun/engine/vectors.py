@@ -58,7 +58,7 @@ class Batch:
             priority=self.priority,
             may_reuse=not self.whole,
             pools=True,
-            whole=self.whole,
+            whole=len(tokens) if self.whole else 0,
         )
 
     def put(self, number: int, vector: Floats) -> None:

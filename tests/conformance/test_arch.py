@@ -27,6 +27,7 @@ from localrun.models.registry import ARCHITECTURES
 from tests.conftest import REFERENCE
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
 
 MAX_DIFFERENCE = 1e-3
 """Of F32 models, in standard deviations of the reference's logits."""
@@ -152,10 +153,13 @@ TABLE = {
     "smollm3": {"f32": "exact", "q4_0": "rounded"},
     "stablelm": {"f32": "exact", "q4_0": "rounded"},
     "starcoder2": {"f32": "exact", "q5_1": "rounded"},
+    "t5": {"f32": "exact answers", "q8_0": "rounded answers"},
+    "t5encoder": {"f32": "exact vectors"},
     "xverse": {"f32": "exact"},
 }
 """What each file is for: `exact` (F32), `same` (16-bit weights), `rounded` (quantized), with ` vectors` behind it where the model gives
-vectors or scores (test_vectors.py); any other word: refused, in a line that says it."""
+vectors or scores (test_vectors.py), with ` answers` where an encoder reads the prompt (test_t5.py); any other word: refused, in a line that
+says it."""
 ARCHITECTURE_OF = {
     "bert-reranker": "bert",
     "command-r-qknorm": "command-r",
@@ -186,7 +190,8 @@ ARCHITECTURE_OF = {
 CASES = [(name, variant, kind) for name, variants in TABLE.items() for variant, kind in variants.items()]
 RUN = [(name, variant) for name, variant, kind in CASES if kind in ("exact", "same", "rounded")]
 POOLED = [(name, variant, kind) for name, variant, kind in CASES if kind in ("exact vectors", "rounded vectors")]
-KNOWN = [*RUN, *((name, variant) for name, variant, _ in POOLED)]
+ANSWERED = [(name, variant) for name, variant, kind in CASES if kind in ("exact answers", "rounded answers")]
+KNOWN = [*RUN, *((name, variant) for name, variant, _ in POOLED), *ANSWERED]
 REFUSED = [(name, variant, kind) for name, variant, kind in CASES if (name, variant) not in KNOWN]
 
 

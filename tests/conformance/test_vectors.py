@@ -15,6 +15,7 @@ from localrun.models.load import RecordedModel
 from localrun.models.model import Model, Span
 from localrun.models.vectors import pooled, rows_to_pool
 from tests.conformance.test_arch import MAX_DIFFERENCE, MOST_EXTRA_NOISE, POOLED, Floats, load, noise, reference_of
+from tests.conformance.test_t5 import encoder_states
 
 NAMES = [(name, variant) for name, variant, _ in POOLED]
 LEAST_COSINE = 0.998
@@ -34,7 +35,13 @@ def vectors(model: Model, texts: list[np.ndarray[Any, Any]]) -> Floats:
 
 
 def expected(name: str, variant: str, array: str) -> Floats:
-    """The reference's, by our count of values: the share of "yes" where it gives both labels'."""
+    """The reference's, by our count of values: the share of "yes" where it gives both labels'. That of T5's encoder was made under a causal
+    mask, which T5 does not have (test_t5.py shows it); there NumPy is the reference.
+    """
+    if name == "t5encoder":
+        states = encoder_states(name, reference_of(name, variant).tokens, causal=False)
+        vector: Floats = {"pooled_cls": states[0], "pooled_last": states[-1]}.get(array, states.mean(axis=0)).astype(np.float32)
+        return vector
     want = reference_of(name, variant).get(array)
     return want[:1] if array.endswith("pooled_default") and len(want) == 2 else want
 
@@ -72,7 +79,7 @@ def test_every_way_of_pooling(name: str, variant: str, pooling: str) -> None:
         got = pooled(model._program.hidden, [len(tokens)], wanted)[0]
     finally:
         model.close()
-    want = reference_of(name, variant).get(f"pooled_{pooling}")
+    want = expected(name, variant, f"pooled_{pooling}")
     assert np.abs(got - want).max() <= MAX_DIFFERENCE * want.std()
 
 
