@@ -237,6 +237,8 @@ def _numbered(body: Common, model: ModelDefaults, prompts: list[dict[str, Any]],
     bias = _bias(body.logit_bias)
     result: list[Generate] = []
     made = max(body.n, best_of(body))
+    if made > 1 and options.get("num_beams", 1) > 1:
+        raise Unsupported("num_beams with several answers (n, best_of) is not supported: they would all be the same", param="options")
     for prompt in prompts:
         for answer in range(made):
             drawn = dict(options)

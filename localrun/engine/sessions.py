@@ -75,6 +75,7 @@ class SessionStore:
         self._present: set[bytes] = set()
         """Blocks that are in the folder or on their way; others may have removed some."""
         self._writer: threading.Thread | None = None
+        self._told = False
         self._listed_at = -_LOOK_AGAIN_S
         self._bytes = 0
 
@@ -142,7 +143,10 @@ class SessionStore:
                 self._write(*item)
             except OSError as error:
                 self._present.discard(item[0])
-                log.warning("a block of a session is not saved: %s", error.strerror or error)
+                self.n_skipped += 1
+                # A full or read-only disk is told once, not with every block.
+                log.log(logging.DEBUG if self._told else logging.WARNING, "sessions are not saved: %s", error.strerror or error)
+                self._told = True
             finally:
                 with self._lock:
                     self._waiting_bytes -= len(item[2])
@@ -154,10 +158,14 @@ class SessionStore:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = MAGIC + key + struct.pack(f"<{self._block_tokens}I", *tokens) + content
         partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.write(hashlib.sha256(data).digest())
-        partial.replace(path)
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+                file.write(hashlib.sha256(data).digest())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self.n_saved += 1
         self._bytes += len(data) + _CHECKSUM
         self._make_room()

@@ -447,3 +447,11 @@ def test_errors() -> None:
         "error": {"message": "gone", "type": "not_found_error", "param": "model", "code": "model_not_found"}
     }
     assert openai.error_body(RunnerDied("dead"))["error"]["type"] == "api_error"
+
+
+def test_beams_reach_the_runner_and_are_for_one_answer() -> None:
+    (request,) = v1_completion(options={"num_beams": 4, "length_penalty": 0.5})
+    assert (request.num_beams, request.length_penalty) == (4, 0.5)
+    for body in ({"n": 2}, {"best_of": 3}):
+        with pytest.raises(Unsupported, match="num_beams with several answers"):
+            v1_completion(options={"num_beams": 4}, **body)

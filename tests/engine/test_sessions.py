@@ -207,6 +207,20 @@ def test_cancelled_while_it_is_brought_back(tmp_path: Path) -> None:
     assert not harness.engine.has_work
 
 
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Answers are as ever."""
+    (tmp_path / "sessions").write_text("a file where the folder should be", encoding="utf-8")
+    store = store_in(tmp_path)
+    harness = engine_with(store)
+    prompt = [BOS, *(97 + i % 19 for i in range(159))]
+    outcome = harness.ask(prompt, max_tokens=5, session=True)
+    harness.run()
+    store.close()
+    assert outcome.answer == oracle.answer(prompt, Sampling(seed=1), 5, eog_bias=-100)
+    assert caplog.text.count("sessions are not saved") == 1
+    assert store.n_skipped == 10
+
+
 def test_where_nothing_is_kept_it_is_refused() -> None:
     with pytest.raises(Unsupported, match="LOCALRUN_SESSION_SIZE"):
         Harness().ask("x", session=True)
