@@ -205,6 +205,8 @@ class Intake:
         """Why this request's K/V cannot be kept on disk; empty: they can."""
         if self._parts.model.info.state_bytes:
             return "this model has recurrent state, which is not kept on disk"
+        if self._parts.model.info.decoder_start >= 0:
+            return "what an encoder has read is not kept on disk"
         if request.adapters:
             return "K/V that adapters have a part in are not kept on disk"
         if request.images or any(message.images for message in request.messages or []):

@@ -25,6 +25,8 @@ from localrun.messages import (
     Cancel,
     Detokenize,
     Detokenized,
+    Embed,
+    Embedded,
     Evaluate,
     Evaluated,
     Failed,
@@ -38,6 +40,8 @@ from localrun.messages import (
     LoadProgress,
     Message,
     Piece,
+    Rank,
+    Ranked,
     Render,
     Rendered,
     Sampling,
@@ -381,6 +385,46 @@ def test_evaluate_over_the_pipe(talk: Talk) -> None:
     assert len([x for c in chunks for x in c.nll]) == len(tokens) - 1
     talk.send(Evaluate(request_id="bad", text="x", tokens=[1]))
     assert isinstance(talk.receive(), Failed)
+
+
+def test_vectors_over_the_pipe(talk: Talk) -> None:
+    """Of a decoder, which gives its last token's; no event but the answer."""
+    talk.send(Embed(request_id="v", texts=["one", "two"], dimensions=5))
+    (got,) = talk.until("v")
+    assert isinstance(got, Embedded)
+    assert (got.n, got.width, len(got.data)) == (2, 5, 40)
+    talk.send(Embed(request_id="w", texts=["one"], dimensions=5), Rank(request_id="r", query="q", documents=["a"]))
+    answers = {event.request_id: event for event in (*talk.until("w"), *talk.until("r")) if isinstance(event, Embedded | Failed)}
+    alone, refused = answers["w"], answers["r"]
+    assert isinstance(alone, Embedded)
+    assert alone.data == got.data[:20]
+    assert isinstance(refused, Failed)
+    assert refused.code == "unsupported"
+
+
+def test_a_ranker_over_the_pipe() -> None:
+    talk = in_thread(partial(fakes.load_fake, causal=False, pooling="rank", delay=0.05))
+    try:
+        loaded = talk.load()
+        assert (loaded.capabilities, loaded.n_embd) == (["rerank"], fakes.WIDTH)
+        talk.send(Rank(request_id="r", query="q", documents=["a", "b"]))
+        (got,) = talk.until("r")
+        assert isinstance(got, Ranked)
+        assert len(got.scores) == 2
+        talk.send(Generate(request_id="g", prompt="hello"))
+        (refused,) = talk.until("g")
+        assert isinstance(refused, Failed)
+        assert refused.code == "unsupported"
+        talk.send(Rank(request_id="long", query="q", documents=["a"] * 5000), Cancel(request_id="long"))
+        (ended,) = talk.until("long")
+        assert isinstance(ended, Finished)
+        assert ended.reason == "cancelled"
+        talk.send(Inspect(request_id="i"))
+        (stands,) = talk.until("i")
+        assert isinstance(stands, Inspected)
+        assert stands.kv_blocks_held == 0
+    finally:
+        talk.close()
 
 
 def test_a_frame_that_is_no_message_is_survived(talk: Talk, caplog: pytest.LogCaptureFixture) -> None:
