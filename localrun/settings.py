@@ -238,6 +238,10 @@ class Settings:
         "LOCALRUN_ORIGINS OLLAMA_ORIGINS", "list",
         "Web origins, beside those of this machine, whose pages may call the API; separated by commas, * stands for anything.",
         _words, "none"))
+    hosts: tuple[str, ...] = field(default=(), metadata=_about(
+        "LOCALRUN_HOSTS", "list",
+        "Names by which this machine is addressed, beside its own: of a proxy, of a container; separated by commas, * stands for anything.",
+        _words, "none"))
     api_keys: tuple[str, ...] = field(default=(), metadata=_about(
         "LOCALRUN_API_KEYS", "list",
         "Where set, every request must carry one of these keys as `Authorization: Bearer KEY`; separated by commas.",

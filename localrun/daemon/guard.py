@@ -67,6 +67,7 @@ class Guard:
         self._origins = [_pattern(text) for text in (*OWN_ORIGINS, *settings.origins)]
         self._keys = [key.encode() for key in settings.api_keys]
         self._hosts = own_names(settings.host)
+        self._more_hosts = [_pattern(text) for text in settings.hosts]
         self._activity = activity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +105,7 @@ class Guard:
             raise TooManyHeaders(f"the request has more than {MOST_HEADERS} headers")
         host = headers.get("host", "")
         if not self.may_be_host(host):
-            raise Forbidden(f"the Host header {host[:100]!r} is none of this machine's names; set LOCALRUN_HOST to the name people use")
+            raise Forbidden(f"the Host header {host[:100]!r} is none of this machine's names; LOCALRUN_HOSTS allows more names")
         origin = headers.get("origin", "")
         if origin and not any(pattern.fullmatch(origin.lower()) for pattern in self._origins):
             raise Forbidden(f"pages of {origin[:100]!r} may not call this server; LOCALRUN_ORIGINS allows more origins")
@@ -115,6 +116,8 @@ class Guard:
         if name is None:
             return False
         if name in self._hosts or name == "" or name.endswith((".localhost", ".local", ".internal")):
+            return True
+        if any(pattern.fullmatch(name) for pattern in self._more_hosts):
             return True
         try:
             address = ipaddress.ip_address(name.partition("%")[0])

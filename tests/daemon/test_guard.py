@@ -68,6 +68,9 @@ def test_hosts_that_are_not(host: str) -> None:
 def test_the_name_it_is_bound_to_is_its_own() -> None:
     assert Guard(nothing, Settings(host="models.example"), Activity()).may_be_host("models.example:11434")
     assert "127.0.0.1" in own_addresses()
+    named = Guard(nothing, Settings(hosts=("models.example", "*.lan")), Activity())
+    assert all(map(named.may_be_host, ("Models.example:443", "box.lan")))
+    assert not any(map(named.may_be_host, ("evil.example", "xmodels.example", "lan")))
 
 
 def test_rebinding_is_refused_over_http(daemon: Daemon) -> None:

@@ -114,8 +114,8 @@ def test_llm(served: Daemon, tmp_path: Path) -> None:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed (it comes with the extra `clients`)")
     command = [sys.executable, "-W", "ignore", "-m", "llm"]
-    assert "tooled" in run([*command, "models"], served, tmp_path, LLM_USER_PATH=str(tmp_path))
-    said = run([*command, "-m", "tooled:latest", "hi"], served, tmp_path, LLM_USER_PATH=str(tmp_path))
+    assert "ollama/tooled" in run([*command, "models"], served, tmp_path, LLM_USER_PATH=str(tmp_path))
+    said = run([*command, "-m", "ollama/tooled", "hi"], served, tmp_path, LLM_USER_PATH=str(tmp_path))
     assert said.strip() == "You said hi."
 
 

@@ -77,6 +77,7 @@ GOOD = {
     "LOCALRUN_ISA": ("AVX2", "avx2"),
     "LOCALRUN_ORIGINS": (" https://a.example , app://*,", ("https://a.example", "app://*")),
     "LOCALRUN_API_KEYS": ("one,two", ("one", "two")),
+    "LOCALRUN_HOSTS": ("a.example, *.lan", ("a.example", "*.lan")),
     "LOCALRUN_IDLE_EXIT": ("10m", 600.0),
     "LOCALRUN_GPU_LAYERS": ("-1", -1),
     "LOCALRUN_NOPRUNE": ("1", True),
