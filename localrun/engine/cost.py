@@ -12,7 +12,7 @@ that expected larger passes to cost in proportion would stay with small ones for
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from math import inf
 
 _PAIRS = 100_000.0
@@ -125,18 +125,25 @@ class CostModel:
         many passes can always be made in place of one). Between measured knots: a straight line. Beyond the largest: hopeful.
         Before the smallest: as that.
         """
-        known = [(rows, s) for rows, s in zip(self._knots, self._measured, strict=True) if s is not None]
-        expected = []
-        for rows, measured in zip(self._knots, self._measured, strict=True):
-            below = [k for k in known if k[0] < rows]
-            above = next((k for k in known if k[0] > rows), None)
-            most = min((s * -(-rows // n) for n, s in below), default=inf)
+        expected: list[float] = []
+        known: list[tuple[int, float]] = []
+        ahead = [(rows, s) for rows, s in zip(self._knots, self._measured, strict=True) if s is not None][::-1]
+        far, least_per_row = 0, inf  # how many of the known ones are not close to the knot, and the best of those
+        for i, (rows, measured) in enumerate(zip(self._knots, self._measured, strict=True)):
+            half = bisect_right(self._knots, rows // 2) - 1
+            smaller = {j for j in (i - 1, half) if 0 <= j < i and known}
+            most = min((expected[j] * -(-rows // self._knots[j]) for j in smaller), default=inf)
             if measured is not None:
                 expected.append(min(measured, most))
-            elif above is not None:
-                n, s = below[-1] if below else (1, above[1])
-                share = (rows - n) / max(1, above[0] - n)
-                expected.append(min(s * (1 - share) + above[1] * share, most))
+                known.append(ahead.pop())
+            elif ahead:
+                n, s = known[-1] if known else (1, ahead[-1][1])
+                share = (rows - n) / max(1, ahead[-1][0] - n)
+                expected.append(min(s * (1 - share) + ahead[-1][1] * share, most))
             else:
-                expected.append(min((s * max(1.0, rows / (_HOPE * n)) for n, s in below), default=0.0))
+                while far < len(known) and known[far][0] * _HOPE < rows:
+                    least_per_row = min(least_per_row, known[far][1] / known[far][0])
+                    far += 1
+                close = min((s for _, s in known[far:]), default=inf)
+                expected.append(min(close, rows / _HOPE * least_per_row) if known else 0.0)
         return expected
