@@ -87,9 +87,10 @@ class Intake:
         self._refuse_what_is_missing(request)
         check_sampling(request.sampling, self._n_vocab)
         context = self.context_length(request)
-        start = self._parts.model.info.decoder_start
-        prompt = self.prompt(request, context - (start >= 0))
-        encoded = len(prompt.tokens) if start >= 0 else 0
+        begun = self._decoders_part(request)
+        prompt = self.prompt(request, context - len(begun))
+        tokens = prompt.tokens + begun
+        encoded = len(tokens) - 1 if begun else 0
         images = self._placed(prompt)
         shifts = request.overflow in ("shift", "sinks") and not images
         if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
@@ -97,7 +98,7 @@ class Intake:
         deadline = arrival + request.deadline_s if request.deadline_s else None
         seq = Sequence(
             request.request_id,
-            [*prompt.tokens, start] if encoded else prompt.tokens,
+            tokens,
             context,
             arrival,
             priority=request.priority,
@@ -200,6 +201,13 @@ class Intake:
         seq.adapter_scale = request.adapter_scale
         if seq.adapter_scale:
             seq.adapter = self._adapters.take(request.adapters)
+
+    def _decoders_part(self, request: Generate) -> list[int]:
+        """Of an encoder-decoder: what closes a text for its encoder, unless the tokens are given, and the decoder's first token."""
+        start = self._parts.model.info.decoder_start
+        if start < 0:
+            return []
+        return [*(self._tokenizer.around()[1] if request.prompt_tokens is None else []), start]
 
     def _cannot_keep(self, request: Generate) -> str:
         """Why this request's K/V cannot be kept on disk; empty: they can."""

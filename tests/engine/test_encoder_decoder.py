@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localrun.errors import ContextOverflow, Unsupported
 from localrun.messages import Evaluate, Generate
 from tests.engine.harness import Harness
-from tests.fakes import BOS, FakeModel
+from tests.fakes import BOS, EOS, FakeModel
 
 START = BOS
 LONG = "translate all of this, which is more than a pass that is shared would take at once: " * 2
@@ -38,6 +38,16 @@ def test_the_decoders_first_token_follows_the_prompt() -> None:
     assert outcome.started is not None
     assert outcome.started.prompt_tokens == len(tokens) + 1
     assert len(outcome.answer) == 5
+
+
+def test_a_text_is_closed_for_the_encoder_and_tokens_are_taken_as_they_are() -> None:
+    h = harness()
+    h.parts.tokenizer.around = lambda: ([BOS], [EOS])  # type: ignore[method-assign]
+    tokens = h.parts.tokenizer.encode("hello")
+    job = h.intake.generation(Generate(request_id="a", prompt="hello", raw=True))
+    assert job.seq.tokens == [*tokens, EOS, START]
+    assert job.seq.encoded == job.seq.whole == len(tokens) + 1
+    assert h.intake.generation(Generate(request_id="b", prompt_tokens=tokens)).seq.tokens == [*tokens, START]
 
 
 def test_a_long_prompt_comes_whole_beside_streams() -> None:
