@@ -111,6 +111,7 @@ class BeamSearch:
         self.adapter = prompt.adapter
         self._dropped = (dropped_messages, dropped_tokens)
         self.n = n
+        prompt.search = prompt.request_id, n
         self.beams = [Beam(self, prompt)]
         self._penalty = length_penalty
         self._answer = answer

@@ -140,11 +140,16 @@ class Scheduler:
         seconds = self._time_for(plan)
         waiting = [s for s in self.waiting if not s.held]
         reading = sorted([s for s in self.running if s.pending and not s.is_decoding] + waiting, key=_order)
-        open_to_more = True
+        open_to_more, searches = True, self._searches()
         for i, seq in enumerate(reading):
             if plan.rows >= self.max_rows:
                 break
             if seq.phase is Phase.WAITING:
+                if seq.search is not None and seq.search[0] not in searches:
+                    # Beams that cannot all run would wait for each other for ever. Only later searches have to wait for that.
+                    searches[seq.search[0]] = seq.search[1]
+                    if sum(searches.values()) > self.max_running:
+                        continue
                 open_to_more = open_to_more and self._admit(plan, seq, now)
                 if not open_to_more:  # nobody overtakes one who waits for room
                     continue
@@ -161,9 +166,14 @@ class Scheduler:
             return self.target_s
         return max(self.target_s, 2 * self.cost.predict(plan.rows, plan.attended, plan.outputs))
 
+    def _searches(self) -> dict[str, int]:
+        """Beam searches that have begun: how many places each needs."""
+        return dict(seq.search for seq in self.sequences if seq.search is not None and seq.scheduled_at is not None)
+
     def _make_way(self, plan: Plan) -> None:
         """The first in the queue, when there is no room for it, takes the place of the last that runs with a lower priority."""
-        waiting = [s for s in self.waiting if not s.held]
+        begun = self._searches()
+        waiting = [s for s in self.waiting if not s.held and (s.search is None or s.search[0] in begun)]
         if not waiting or not self.running:
             return
         head, last = min(waiting, key=_order), max(self.running, key=_order)

@@ -64,6 +64,8 @@ class Sequence:
     in_tree: int = 0
     """How many of its tokens, from the start, are known to be in the tree."""
     tree_cursor: Node | None = None
+    search: tuple[str, int] | None = None
+    """Of a beam search: its name, and how many beams it may have. They wait for each other, each in its place."""
     slot: int = -1
     """Of a model with recurrent state: the slot that holds the state after `computed` tokens."""
     saves: dict[int, int] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from localrun.engine.sessions import SessionStore
 from localrun.engine.states import StateSlots
 from localrun.engine.vectors import Batch, Pooled
 from localrun.engine.window import Preparation, next_preparation, preparation_id
-from localrun.errors import BadRequest, Busy, DeadlineExceeded, LocalrunError
+from localrun.errors import BadRequest, DeadlineExceeded, LocalrunError
 from localrun.messages import Failed, FromRunner, Inspected
 from localrun.models.model import BLOCK_TOKENS, Model, Span
 
@@ -141,14 +141,10 @@ class Engine:
         self._batches[batch.request_id] = batch
 
     def submit_search(self, search: BeamSearch) -> None:
-        """Queues a beam search. Raises as `submit`; BadRequest when not all of its beams can run at a time, Busy when they cannot beside
-        those of other searches: beams wait for each other, each in its place.
-        """
+        """Queues a beam search. Raises as `submit`; BadRequest when not all of its beams can run at a time."""
         most = self.scheduler.max_running
         if search.n > most:
             raise BadRequest(f"num_beams: {search.n} beams cannot run at a time, this model has room for {most}", param="num_beams")
-        if search.n + sum(other.n for other in self._searches.values()) > most:
-            raise Busy(f"server busy: only {most} beams of all searches can run at a time, please try again")
         self.submit(search.beams[0])
         self._searches[search.request_id] = search
 

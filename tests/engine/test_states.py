@@ -16,7 +16,7 @@ from localrun.engine.pool import BlockPool
 from localrun.engine.prefix import PrefixTree
 from localrun.engine.runner import _allocate
 from localrun.engine.states import StateSlots
-from localrun.errors import BadRequest, Busy, LoadFailed
+from localrun.errors import BadRequest, LoadFailed
 from localrun.messages import Evaluate, Generate, Load, Sampling
 from tests.engine import oracle
 from tests.engine.harness import Harness
@@ -171,9 +171,9 @@ def test_nothing_is_drafted() -> None:
 def test_a_full_context_is_shifted_by_computing_what_is_left_anew() -> None:
     """The same answer as from a pool in which nothing of the shifted context can be found again."""
 
-    def shifted(reuse: bool) -> tuple[list[int], int]:
+    def shifted(reuse: bool, overflow: str = "shift") -> tuple[list[int], int]:
         harness = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64)
-        outcome = harness.ask([BOS, *range(97, 117)], max_tokens=60, overflow="shift", num_ctx=48)
+        outcome = harness.ask([BOS, *range(97, 117)], max_tokens=60, overflow=overflow, num_ctx=48)
         harness.run(between=lambda step: None if reuse else harness.engine.cache.tree.clear())
         assert outcome.finished is not None
         return outcome.answer, outcome.finished.dropped_tokens
@@ -181,6 +181,7 @@ def test_a_full_context_is_shifted_by_computing_what_is_left_anew() -> None:
     answer, dropped = shifted(reuse=True)
     assert dropped > 0
     assert (answer, dropped) == shifted(reuse=False)
+    assert (answer, dropped) == shifted(reuse=True, overflow="sinks"), "read ahead while the answer goes on"
 
 
 def test_an_answer_that_ends_before_what_was_computed_leaves_no_snapshot_there() -> None:
@@ -231,14 +232,19 @@ def test_beams_that_cannot_all_run_at_a_time_are_refused() -> None:
     harness = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64, n_slots=8)
     with pytest.raises(BadRequest, match="5 beams cannot run at a time, this model has room for 4"):
         harness.engine.submit_search(harness.intake.search(beams(harness, 5)))
-    first = harness.add_search(harness.intake.search(beams(harness, 3)))
-    with pytest.raises(Busy, match="only 4 beams"):
-        harness.engine.submit_search(harness.intake.search(beams(harness, 2)))
-    harness.run()
-    assert first.finished is not None
-    second = harness.add_search(harness.intake.search(beams(harness, 4)))
-    harness.run()
-    assert second.finished is not None
+    assert not harness.engine.has_work
+
+
+def test_searches_take_turns_where_not_all_of_their_beams_can_run() -> None:
+    harness = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64, n_slots=8)
+    searches = [harness.add_search(harness.intake.search(beams(harness, n))) for n in (3, 2, 4, 1, 3)]
+    other = harness.ask([BOS, 97], max_tokens=3)
+    harness.run(between=lambda step: None if step > 8 else harness.clock.advance(0.1))
+    assert all(o.finished is not None and o.finished.reason == "length" for o in [*searches, other])
+    alone = Harness(FakeModel(eog_bias=-100, **STATE), n_blocks=64, n_slots=8)
+    expected = alone.add_search(alone.intake.search(beams(alone, 3)))
+    alone.run()
+    assert searches[0].answer == searches[4].answer == expected.answer
 
 
 def test_an_evaluation_beside_answers() -> None:
