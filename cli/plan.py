@@ -86,6 +86,10 @@ def _here(answer: Json) -> list[tuple[str, str]]:
     if answer["tokens_per_second"]:
         memory = f"memory reads {answer['bandwidth'] / 1e9:.0f} GB/s with {answer['threads']} threads"
         rows.append(("tokens a second", f"at most {answer['tokens_per_second']:.0f} ({memory})"))
+    if "gpu" in answer:
+        gpu = answer["gpu"]
+        where = ", ".join(f"{one['name']} with {size(one['free'])} free" for one in gpu["cards"])
+        rows.append(("layers on cards", f"about {gpu['layers']} of {gpu['of']}, {size(gpu['size_vram'])} ({gpu['note'] or where})"))
     if "choices" in answer:
         rows.append(("largest that fits", answer["largest_that_fits"] or "none of the repository's"))
         rows += [(f"  {one['quantization']}", f"{size(one['size'])}{'' if one['fits'] else ', too large'}") for one in answer["choices"]]

@@ -14,6 +14,7 @@ import psutil
 from localrun.api import storage as said
 from localrun.api.schema import PushBody
 from localrun.api.storage import CheckBody, ExportBody, PartialsBody, PlanBody
+from localrun.daemon import cards
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.management import PARTS_WAITING, is_here, parts_end, transfer
 from localrun.engine.bandwidth import bandwidth
@@ -24,6 +25,7 @@ from localrun.store.bundle import Bundle, import_bundle
 from localrun.store.check import Report, drop_partials
 from localrun.store.check import check as check_store
 from localrun.store.names import check_digest
+from localrun.store.plan import cards_plan
 from localrun.store.plan import plan as plan_of
 from localrun.store.progress import Cancelled, Progress
 
@@ -50,7 +52,9 @@ async def plan(x: Exchange, body: PlanBody) -> None:
             kv_type=body.kv_cache_type or settings.kv_cache_type,
             bandwidth=speed,
         )
-        return said.plan_reply(body.model, found, made, threads, speed)
+        reply = said.plan_reply(body.model, found, made, threads, speed)
+        there = cards_plan(made, cards.cards(), settings.gpu_layers, cards.usable())
+        return reply if there is None else reply | {"gpu": there}
 
     await x.json(await x.services.long_job(work))
 

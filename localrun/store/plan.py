@@ -7,11 +7,13 @@ runner's process takes beside them was measured (see the constants).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from localrun.errors import BadRequest
 from localrun.kernels_cpu.sizes import BLOCK, KV_TYPES, fits, layer_block_bytes
+from localrun.models.split import split
 from localrun.store.facts import Facts
 
 MAX_BATCH = 512
@@ -149,6 +151,33 @@ def plan(facts: Facts, *, available: int, num_ctx: int = 0, users: int = 1, kv_t
         max_ctx=min(longest, facts.context_length or longest),
         tokens_per_second=bandwidth / read if read else 0.0,
     )
+
+
+class CardMemory(NamedTuple):
+    """A card and what is free on it, in bytes."""
+
+    name: str
+    free: int
+
+
+def cards_plan(made: Plan, cards: Sequence[CardMemory], asked: int, usable: bool) -> dict[str, Any] | None:
+    """About how many layers would go on cards; None: there are none. asked: as the option num_gpu; usable: whether CuPy is installed.
+
+    An estimate: layers are taken for equally large, what comes after them for one more.
+    """
+    facts = made.facts
+    n = sum(count for count, *_ in facts.kv)
+    if not cards or not n:
+        return None
+    share, kv = facts.tensor_bytes // (n + 1), made.kv // n
+    places = split([card.free for card in cards], [share + kv] * n, share, facts.row_bytes * MAX_BATCH, asked) if usable else ()
+    return {
+        "cards": [{"name": card.name, "free": card.free} for card in cards],
+        "layers": min(len(places), n),
+        "of": n,
+        "size_vram": len(places) * share + min(len(places), n) * kv,
+        "note": "" if usable else "CuPy is not installed (pip install localrun[gpu])",
+    }
 
 
 def shortfall(facts: Facts, available: int, kv_type: str = "f16") -> str:
