@@ -53,6 +53,14 @@ Nothing depends on the request's content type. The daemon serves the same as an 
   `engine` there says how the model's engine stands.
 - Errors within a stream are sent: as a last line `{"error": "..."}` on `/api`, as an event with an `error` object before `[DONE]` on `/v1`.
 
+## Evaluation harnesses
+
+`/v1/completions` answers `echo` with `logprobs`, token ids and lists of prompts, which is what lm-evaluation-harness's backend
+`local-completions` asks for (`pip install lm-eval[api]`; the shapes are tested, the harness itself has not been run yet):
+
+    lm_eval --model local-completions --tasks YOUR_TASK --model_args \
+        model=smollm2,base_url=http://localhost:11434/v1/completions,tokenizer_backend=None,tokenized_requests=False,num_concurrent=4
+
 ## Errors
 
 `/api`: `{"error": "text"}`. `/v1`: `{"error": {"message", "type", "param", "code"}}`. Every reply has an `x-request-id`, which the

@@ -156,3 +156,15 @@ def test_numbers_beyond_all_bounds_are_refused_and_harm_nobody(noisy: Daemon, pa
     refused = noisy.http.post(path, json={"model": "tiny", **body}, timeout=20)
     assert refused.status_code == 400, refused.text
     assert noisy.http.post("/api/tokenize", json={"model": "tiny", "content": "x"}, timeout=20).status_code == 200
+
+
+def test_vectors_come_from_the_engine(noisy: Daemon) -> None:
+    texts = ["one", "another one"]
+    several = noisy.http.post("/api/embed", json={"model": "tiny", "input": texts}).json()
+    alone = [noisy.http.post("/api/embed", json={"model": "tiny", "input": text}).json() for text in texts]
+    assert several["embeddings"] == [one["embeddings"][0] for one in alone]
+    assert several["prompt_eval_count"] == sum(one["prompt_eval_count"] for one in alone) > 0
+    assert sum(value * value for value in several["embeddings"][0]) == pytest.approx(1, rel=1e-5)
+    tokens = noisy.http.post("/api/tokenize", json={"model": "tiny", "content": "one"}).json()["tokens"]
+    as_tokens = noisy.http.post("/v1/embeddings", json={"model": "tiny", "input": tokens}).json()
+    assert as_tokens["data"][0]["embedding"] == several["embeddings"][0]
