@@ -210,7 +210,7 @@ def sampling(options: Mapping[str, Any], logit_bias: Mapping[int, float] | None 
 
 def _typed(name: str, option: Option, value: Any) -> Any:
     wrong = BadRequest(f'option "{name}" must be of type {_TYPE_NAMES[option.kind]}', param="options")
-    if isinstance(value, int) and abs(value) >= 1 << 63:
+    if isinstance(value, int) and abs(value) >= 1 << 63 and (option.kind == "float" or option.high is None):
         raise BadRequest(f'option "{name}" is too large a number', param="options")
     match option.kind:
         case "boolean":
