@@ -452,6 +452,7 @@ def test_errors() -> None:
 def test_beams_reach_the_runner_and_are_for_one_answer() -> None:
     (request,) = v1_completion(options={"num_beams": 4, "length_penalty": 0.5})
     assert (request.num_beams, request.length_penalty) == (4, 0.5)
-    for body in ({"n": 2}, {"best_of": 3}):
+    bodies: list[dict[str, Any]] = [{"n": 2}, {"best_of": 3}]
+    for body in bodies:
         with pytest.raises(Unsupported, match="num_beams with several answers"):
             v1_completion(options={"num_beams": 4}, **body)

@@ -543,9 +543,14 @@ def test_available_memory_is_within_the_machine_s() -> None:
 def test_the_first_quiet_moment_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What structured output needs is made while nobody waits; afterwards requests are answered as ever."""
     prepared = threading.Event()
-    times = []
+    times: list[int] = []
+
+    def prepare(self: Intake) -> None:
+        times.append(1)
+        prepared.set()
+
     monkeypatch.setattr(runner, "IDLE_S", 0.01)
-    monkeypatch.setattr(Intake, "prepare", lambda self: (times.append(1), prepared.set()))
+    monkeypatch.setattr(Intake, "prepare", prepare)
     talk = in_thread(fakes.load_scripted)
     talk.load()
     assert prepared.wait(PATIENCE_S)
