@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrun.errors import BadRequest, DownloadFailed, ModelFileRejected, ModelNotFound, Unsupported
+from localrun.errors import BadRequest, DownloadFailed, LocalrunError, ModelFileRejected, ModelNotFound, Unsupported
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
 from localrun.store import describe, hub, modelfile, parameters, projectors
@@ -74,6 +74,15 @@ def create(store: Store, name: str, spec: CreateSpec, progress: Progress, cancel
 
     def bring() -> None:
         config, layers = _base(store, checked, progress, cancelled)
+        try:
+            finish(config, layers)
+        except LocalrunError:
+            # weights that were made here would lie about until they are found to be needless; those that a client has sent stay
+            sent = {check_digest(digest) for digest in checked.files.values()}
+            store.drop_unneeded([layer.digest for layer in layers["model"] if layer.digest not in sent])
+            raise
+
+    def finish(config: dict[str, Any], layers: dict[str, list[Layer]]) -> None:
         for source in checked.adapters:
             layer = take_in(store, source, layers["model"][0].digest, checked.copy, progress, cancelled)
             layers.setdefault("adapter", []).append(layer)

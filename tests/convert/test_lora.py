@@ -176,6 +176,7 @@ def test_what_create_says_of_folders_it_cannot_use(tmp_path: Path) -> None:
         (CreateSpec(from_name="base", adapters=[adapter(tmp_path / "a", tensors, use_dora=True)]), BadRequest, "use_dora: is True"),
         (CreateSpec(from_name="base", adapters=[adapter(tmp_path / "b", other)]), ModelFileRejected, "it is for another size"),
         (CreateSpec(from_name="base", adapters=[tmp_path / "checkpoint"]), BadRequest, "has no adapter_model.safetensors"),
+        (CreateSpec(path=tmp_path / "checkpoint", quantize="f32", adapters=[tmp_path / "b"]), ModelFileRejected, "it is for another size"),
         (CreateSpec(path=tmp_path / "a"), BadRequest, "has no config.json"),
         (CreateSpec(files={"../config.json": "sha256:" + "0" * 64, "b": ""}), BadRequest, "file path must be relative: '../config.json'"),
         (CreateSpec(files={"/etc/x": "", "b": ""}), BadRequest, "file path must be relative"),
