@@ -31,6 +31,7 @@ def bench(
     cache_type: Annotated[str, typer.Option("--cache-type", metavar="TYPE", help="Type of the keys and values.")] = "f16",
     isa: Annotated[str, typer.Option("--isa", metavar="NAME", help="Instruction set  [default: the best].")] = "",
     pack: Annotated[str, typer.Option("--pack", metavar="auto|yes|no", help="Repack the weights.")] = "auto",
+    profile: Annotated[bool, typer.Option("--profile", help="Where the time of a decoding step goes, instead of speeds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array, fields named as in llama-bench's.")] = False,
 ) -> None:
     """Measure how fast a model reads and writes.
@@ -42,6 +43,7 @@ def bench(
     Examples:
       localrun bench smollm2
       localrun bench smollm2 -p 0 -n 64 -d 0,4096 --json
+      localrun bench smollm2 --profile --parallel 8
     """
     command = [sys.executable, "-m", "localrun.engine.bench", "-o", "json" if as_json else "md"]
     given = {"-p": n_prompt, "-n": n_gen, "-d": n_depth, "-b": batch_size, "-np": parallel, "-t": threads, "-r": str(repetitions)}
@@ -49,6 +51,8 @@ def bench(
     for name, value in given.items():
         if value:
             command += [name, value]
+    if profile:
+        command.append("--profile")
     package_root = Path(localrun.__file__).resolve().parent.parent
     done = subprocess.run([*command, "--", str(file_of(model))], env=for_daemon(package_root), check=False)
     if done.returncode < 0:

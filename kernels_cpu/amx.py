@@ -319,7 +319,8 @@ SUPPORTED = tuple(p.format.name for p in PACKINGS.values() if p.kind != "f" and 
 
 def make_groups(isa: Isa, type_name: str) -> Any:
     """The compiled function (packed groups, bytes of one, how many, blocks in a row, tiles of activations, tokens, scratch, out, bytes
-    between tokens of out, bias, add) that writes the results of up to MOST_GROUPS groups and a multiple of 16 tokens.
+    between tokens of out, bias, add) that writes the results of up to MOST_GROUPS groups and MOST_TOKENS tokens. They are computed sixteen
+    at a time, whatever lies behind the last one, and only results of tokens that are there are written.
 
     DEPTH blocks of all groups at a time, so that all groups but the first read their part of the activations from the second-level cache;
     a group's expanded weights stay in the first-level cache while the tokens go by, sixteen tokens' sums in registers.
@@ -338,13 +339,14 @@ def make_groups(isa: Isa, type_name: str) -> Any:
         configure(scratch + CONFIG)
         parts = scratch + PARTS
         step16 = tile_bytes(n)
+        sums_bytes = (tokens + 15 & -16) * 64
         depth = DEPTH_32 if pairs else DEPTH
         for b in range(0, n, depth):
             blocks = min(n - b, depth)
             panel = x + ((b >> 1) * TILE_PAIR if pairs else b * TILE_SUPER)
             for g in range(count):
                 packed = w + g * group_bytes
-                sums = scratch + FLOATS + g * tokens * 64
+                sums = scratch + FLOATS + g * sums_bytes
                 for i in range(b, b + blocks):
                     if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
@@ -357,9 +359,10 @@ def make_groups(isa: Isa, type_name: str) -> Any:
             bias = splat_f32(numba.float32(0.0))
             if bias_at:
                 bias = load_f32x16(bias_at + g * 64)
-            sums = scratch + FLOATS + g * tokens * 64
+            sums = scratch + FLOATS + g * sums_bytes
             for t in range(0, tokens, 8):
-                tile_store(tile_load(zeros_f32(8), sums + t * 64, 64), out + t * out_stride + g * 64, out_stride, 8, bias, add)
+                there = min(tokens - t, 8)
+                tile_store(tile_load(zeros_f32(8), sums + t * 64, 64), out + t * out_stride + g * 64, out_stride, there, bias, add)
 
     return groups
 

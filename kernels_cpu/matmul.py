@@ -309,8 +309,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
             tile_store(tile1(w, n, x, stride), out, out_stride, tokens, bias, add)
 
     @numba.njit
-    def few_tokens(args: int, first: int, last: int, start: int, tokens: int, unpacked: int) -> None:
-        """Groups first..last-1 for tokens from `start` on, plain tiles."""
+    def few_tokens(args: int, first: int, last: int, tokens: int, unpacked: int) -> None:
+        """Groups first..last-1, plain tiles."""
         group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
         stride, out_stride, bias_at = load_i64(args + 40), load_i64(args + 56), load_i64(args + 72)
         # Activations of a block of tokens stay in the second-level cache while the chunk's groups go by. A group that has to be unpacked
@@ -318,7 +318,7 @@ def matmul(isa: Isa, type_name: str) -> Any:
         block = tokens
         if tokens > 8 and not row_bytes:
             block = max(PANEL // stride & -32, 32)
-        for t in range(start, tokens, block):
+        for t in range(0, tokens, block):
             for g in range(first, last):
                 w = load_i64(args) + g * group_bytes
                 if row_bytes:
@@ -332,7 +332,7 @@ def matmul(isa: Isa, type_name: str) -> Any:
 
     @numba.njit
     def many_tokens(args: int, first: int, last: int, tokens: int, scratch: int, unpacked: int) -> None:
-        """Groups first..last-1 for a multiple of 16 tokens, matrix tiles."""
+        """Groups first..last-1, matrix tiles."""
         group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
         out_stride, bias_at, add = load_i64(args + 56), load_i64(args + 72), load_i64(args + 80)
         tiles = load_i64(args + 128)
@@ -358,16 +358,12 @@ def matmul(isa: Isa, type_name: str) -> Any:
         tokens = load_i64(head + load_i64(args + 88))
         scratch = load_i64(args + 104) + thread * load_i64(args + 112)
         n_groups = (load_i64(args + 24) + 15) >> 4
-        per_chunk = load_i64(args + 64)
-        sixteens = 0
-        if use_amx and load_i64(args + 128) and tokens >= MANY:
-            per_chunk = load_i64(args + 136)
-            sixteens = tokens & -16
-        first = chunk * per_chunk
-        last = min(first + per_chunk, n_groups)
         unpacked = scratch + load_i64(args + 120)
-        if use_amx and sixteens:
-            many_tokens(args, first, last, sixteens, scratch, unpacked)
-        few_tokens(args, first, last, sixteens, tokens, unpacked)
+        if use_amx and load_i64(args + 128) and tokens >= MANY:
+            first = chunk * load_i64(args + 136)
+            many_tokens(args, first, min(first + load_i64(args + 136), n_groups), tokens, scratch, unpacked)
+        else:
+            first = chunk * load_i64(args + 64)
+            few_tokens(args, first, min(first + load_i64(args + 64), n_groups), tokens, unpacked)
 
     return kernel

@@ -305,6 +305,23 @@ def shares(facts: FileFacts, model: Model, result: Result, machine: Machine) -> 
     return {"peak_share": result.mean * macs / machine.multiply_adds_s}
 
 
+def profiled(path: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each part of a decoding step. Raises ModelFileError, ValueError."""
+    from localrun.engine.profile import profile
+
+    asked = LoadOptions(
+        n_threads=(options.threads or [0])[0], kv_type=options.cache_type, pack=_pack(options.pack), cache_dir=options.cache_dir,
+        isa=options.isa, gpu_layers=0, timed=True,
+    )  # fmt: skip
+    model = load_model(path, asked)
+    try:
+        parts = profile(model, path, max(options.n_gen) or 1, max(options.parallel))
+    finally:
+        model.close()
+    whole = parts[-1].seconds
+    return [{"part": part.name, "ms": part.seconds * 1e3, "share": part.seconds / whole} for part in parts]
+
+
 # ---- the command --------------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("model", "size", "params", "isa", "threads", "test", "t/s", "of the machine")
@@ -358,6 +375,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-ctk", "--cache-type", default="f16", help="type of keys and values (f16)")
     p.add_argument("--isa", default="", help="instruction set (the best)")
     p.add_argument("--pack", choices=("auto", "yes", "no"), default="auto", help="repack weights (auto)")
+    p.add_argument("--profile", action="store_true", help="where a decoding step's time goes (-n steps, -np answers at once)")
     p.add_argument("--no-machine", action="store_true", help="do not measure the machine's limits")
     p.add_argument("--cache-dir", default="", help="where compiled kernels are kept")
     p.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="format (md)")
@@ -371,6 +389,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.repetitions < 1:
             raise ValueError("-r must be at least 1")
+        if options.profile:
+            split = profiled(options.model, options)
+            if options.output != "md":
+                _say(json.dumps(split, indent=2))
+            else:
+                for part in split:
+                    _say(f"{part['part']:<28} {part['ms']:9.3f} ms {part['share']:6.1%}")
+            return 0
         for found in measured(options.model, options):
             rows.append(found)
             if options.output == "jsonl":

@@ -11,6 +11,8 @@ import pytest
 from localrun.engine.bench import Driver, FileFacts, Loading, Result, Trial, main, natural, parser, row, shares, trials_of
 from localrun.engine.machine import Machine, Yardstick
 from localrun.kernels_cpu import isa
+from localrun.kernels_cpu.formats import FORMATS
+from localrun.models.gguf import open_gguf
 from localrun.models.model import BLOCK_TOKENS
 from tests.fakes import FakeModel
 
@@ -105,6 +107,21 @@ def test_a_real_file_end_to_end(shared: Path, capsys: pytest.CaptureFixture[str]
     assert all(len(found["samples_ts"]) == 2 and min(found["samples_ts"]) > 0 for found in rows)
     assert {found["model_type"] for found in rows} == {"llama 0M Q4_0"}
     assert rows[0]["n_threads"] == 1
+
+
+def test_the_time_of_a_step_is_split_up_whole(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kind of kernel that a step runs is there, so are the engine's phases, and nothing is counted twice or lost."""
+    file = shared / "arch" / "llama" / "q4_0.gguf"
+    words = ["--profile", "-n", "5", "-np", "3", "-t", "2", "-o", "json", "--cache-dir", os.environ["LOCALRUN_CACHE"]]
+    assert main([*words, str(file)]) == 0
+    split = {part["part"]: part for part in json.loads(capsys.readouterr().out)}
+    whole = split.pop("whole step")
+    assert sum(part["ms"] for part in split.values()) == pytest.approx(whole["ms"])
+    with open_gguf(file) as gguf:
+        ffn_type = FORMATS[gguf.tensors["blk.0.ffn_up.weight"].type].name
+    kernels = {"embed", "attn_norm", "rope_kv", "attention", f"ffn_up {ffn_type}", "output_norm"}
+    assert {*kernels, "schedule", "prepare", "sample", "commit", "waiting for other threads"} <= set(split)
+    assert all(split[name]["ms"] > 0 for name in (*kernels, "schedule", "prepare", "sample", "commit"))
 
 
 @pytest.mark.parametrize(

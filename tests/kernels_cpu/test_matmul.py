@@ -22,7 +22,7 @@ ISAS = isa.available()
 BEST = ISAS[0]
 ROWS = 37
 """Two whole groups of 16 and one of 5."""
-MANY = MATRIX + 13
+MANY = MATRIX + 36
 COUNTS = [*range(1, 18), MANY]
 """Token counts that go through every tile, and, where there are matrix tiles, through those and a rest."""
 
