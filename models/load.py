@@ -15,7 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, head, isa, kv, slots, team
-from localrun.kernels_cpu.compile import CompileError, KernelLibrary
+from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec, ensure_compiled
 from localrun.models.adapters import Adapters
 from localrun.models.cards import Batch, Cards
 from localrun.models.errors import ModelFileError
@@ -62,8 +62,11 @@ class RecordedModel:
         weights: Weights,
         tables: list[AngleTable],
         cards: Cards | None = None,
+        cache: Path | None = None,
     ) -> None:
+        """cache: where the library's kernels are kept."""
         self.info = info
+        self._cache = cache
         self._program = program
         self._library = library
         self._team = crew
@@ -297,7 +300,11 @@ class RecordedModel:
         """See Model."""
         if self._weights is None:
             raise RuntimeError("the model is closed")
-        return read_adapter(paths, self._weights.gguf, {site.tensor for site in self._recorder.sites})
+        adapter = read_adapter(paths, self._weights.gguf, {site.tensor for site in self._recorder.sites})
+        if self._cache is not None:
+            # Where they have to be compiled, no pass shall wait for it.
+            ensure_compiled([KernelSpec("lora", "low_rank", (kind,)) for kind in (0, 1)], self._library.isa, self._cache)
+        return adapter
 
     def add_adapter(self, adapter: Adapter) -> int:
         """See Model. The first one replaces the program by one with an instruction beside each matrix."""
@@ -447,7 +454,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         kv_blocks=placed.kv_blocks,
         decoder_start=keys.int("decoder_start_token_id") if twofold else -1,
     )
-    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
+    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards, cache)
     if options.timed:
         model.profile = Profile(program)
     return model
