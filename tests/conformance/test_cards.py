@@ -26,9 +26,13 @@ CPU_ONLY = {
     "mamba", "mamba2", "minicpm3", "nemotron_h",
 }  # fmt: skip
 """Models whose layers no card computes; the line about it says so."""
-CASES = [case for i, case in enumerate(RUN) if case[0] not in [name for name, _ in RUN[:i]]]
-"""One file of every kind."""
-TYPES = [case for case in RUN if case[0] in ("llama-k", "qwen3-k", "llama-tq", "llama-16", "qwen3moe-k", "llama-tied", "gpt-oss")]
+KINDS = (
+    "apertus arctic bitnet cohere2 command-r-qknorm deci deepseek falcon gemma2 gemma3 gpt-oss gpt2 llama llama4 minicpm mixtral mpt "
+    "nemotron olmo2-swa openelm phi2 qwen2moe qwen3 smallthinker stablelm deepseek2 gemma4 mamba"
+).split()
+CASES = [next(case for case in RUN if case[0] == name) for name in KINDS]
+"""One file of every way to build a layer; the other architectures are made of the same parts."""
+TYPES = [case for case in RUN if case[0] in ("llama-k", "llama-tq", "llama-16", "qwen3moe-k")]
 SPLITS = [("llama", "q4_0"), ("gemma2", "q8_0"), ("mixtral", "q4_0"), ("phi3", "q4_0")]
 
 
