@@ -27,9 +27,10 @@ CPU_ONLY = {
 }  # fmt: skip
 """Models whose layers no card computes; the line about it says so."""
 KINDS = (
-    "apertus arctic bitnet cohere2 command-r-qknorm deci deepseek falcon gemma2 gemma3 gpt-oss gpt2 llama llama4 minicpm mixtral mpt "
-    "nemotron olmo2-swa openelm phi2 qwen2moe qwen3 smallthinker stablelm deepseek2 gemma4 mamba"
-).split()
+    "apertus", "arctic", "bitnet", "cohere2", "command-r-qknorm", "deci", "deepseek", "falcon", "gemma2", "gemma3", "gpt-oss", "gpt2",
+    "llama", "llama4", "minicpm", "mixtral", "mpt", "nemotron", "olmo2-swa", "openelm", "phi2", "qwen2moe", "qwen3", "smallthinker",
+    "stablelm", "deepseek2", "gemma4", "mamba",
+)  # fmt: skip
 CASES = [next(case for case in RUN if case[0] == name) for name in KINDS]
 """One file of every way to build a layer; the other architectures are made of the same parts."""
 TYPES = [case for case in RUN if case[0] in ("llama-k", "llama-tq", "llama-16", "qwen3moe-k")]
