@@ -25,13 +25,14 @@ from localrun.kernels_cpu.expand import expand_32, expand_256
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import PACKINGS
+from localrun.kernels_cpu.pack import AHEAD, PACKINGS
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
     load_f16x16,
     load_f32x16,
     load_i8x32,
     load_i16x32,
+    prefetch,
     splat_f32,
     splat_i32,
     store,
@@ -329,6 +330,8 @@ def make_groups(isa: Isa, type_name: str) -> Any:
     expand, sixteen = _panel_32(isa, type_name) if pairs else _panel_256(isa, type_name)
     packing = PACKINGS[BY_NAME[type_name].id]
     quants, scales = packing.quants, packing.scales
+    step = quants if pairs else quants + scales
+    lines = step // 64
     configure = _configure(32 if pairs else 64)
     tile_bytes = tile_step(type_name)
 
@@ -348,10 +351,11 @@ def make_groups(isa: Isa, type_name: str) -> Any:
                 packed = w + g * group_bytes
                 sums = scratch + FLOATS + g * sums_bytes
                 for i in range(b, b + blocks):
+                    prefetch(packed + i * step + AHEAD, lines)
                     if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
                     else:
-                        expand(packed + i * (quants + scales), 0, parts + (i - b) * PART_BYTES)
+                        expand(packed + i * step, 0, parts + (i - b) * PART_BYTES)
                 for t in range(0, tokens, ROWS):
                     sixteen(parts, blocks, panel + (t >> 4) * step16, sums + t * 64, numba.int64(b == 0), scratch + SUMS)
         release()

@@ -73,8 +73,7 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, lines)
+            prefetch(w + AHEAD, lines)
             total = zeros_i32(tokens)
             for j in range(4):
                 low = zeros_i32(tokens)
@@ -112,8 +111,7 @@ def _tile_q6_k(isa: Isa, tokens: int) -> Any:
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, 53)
+            prefetch(w + AHEAD, 53)
             total = zeros_i32(tokens)
             for part in range(8):  # half of 128 values (2) x first or second 16 of each 32 (2) x lower or upper 32 of a byte pair (2)
                 half, side, pair = part >> 2, (part >> 1) & 1, part & 1
@@ -164,8 +162,7 @@ def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
         u = w + n * quants
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, lines)
+            prefetch(w + AHEAD, lines)
             dots = zeros_i32(tokens)
             if not with_min:
                 dots = tile_splat_i32(acc, meta + offset, stride)
@@ -202,8 +199,7 @@ def _tile_q8_0(isa: Isa, tokens: int) -> Any:
         u = w + n * 512
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, 8)
+            prefetch(w + AHEAD, 8)
             dots = tile_splat_i32(acc, meta + 16, stride)
             for g in range(8):
                 dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4, stride)

@@ -186,8 +186,7 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, lines)
+            prefetch(w + AHEAD, lines)
             total = zeros_i32(tokens)
             offsets = zeros_i32(tokens)
             if by_two:
@@ -240,8 +239,7 @@ def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
         u = w + n * quants
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            if tokens <= 2:
-                prefetch(w + AHEAD, lines)
+            prefetch(w + AHEAD, lines)
             first = tile_splat_i32(acc, meta + first_at, stride)
             second = tile_splat_i32(acc, meta + 24, stride)
             for g in range(4):
