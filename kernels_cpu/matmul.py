@@ -67,15 +67,15 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
     dot4, dot2 = isa.ops.tile_dot4, isa.ops.tile_dot2
     step = 2880 if high_bits else 2368
     scales = 2560 if high_bits else 2048
-    lines = step // 64
+    spread = -(-step // 256)
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            prefetch(w + AHEAD, lines)
             total = zeros_i32(tokens)
             for j in range(4):
+                prefetch(w + AHEAD + j * spread * 64, spread)
                 low = zeros_i32(tokens)
                 high = zeros_i32(tokens)
                 for g in range(8):
@@ -111,9 +111,9 @@ def _tile_q6_k(isa: Isa, tokens: int) -> Any:
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            prefetch(w + AHEAD, 53)
             total = zeros_i32(tokens)
             for part in range(8):  # half of 128 values (2) x first or second 16 of each 32 (2) x lower or upper 32 of a byte pair (2)
+                prefetch(w + AHEAD + part * 448, 7)
                 half, side, pair = part >> 2, (part >> 1) & 1, part & 1
                 first = zeros_i32(tokens)
                 second = zeros_i32(tokens)
