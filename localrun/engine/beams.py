@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localrun.engine.answer import Answer
+from localrun.engine.jobs import Undrafted
 from localrun.engine.sampler import logprobs_of
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
@@ -37,7 +38,7 @@ class Ended:
 
 
 @dataclass(eq=False)
-class Beam:
+class Beam(Undrafted):
     """One beginning: a job of the engine."""
 
     search: BeamSearch
@@ -45,24 +46,9 @@ class Beam:
     logprob: float = 0.0
     candidates: list[tuple[int, float]] | None = None
     """The likeliest tokens to follow and their log-probabilities, once its pass is made."""
-    near_miss: str = ""
-    done: bool = False
-    is_full: bool = False
 
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0) if start + count < len(self.seq.tokens) else range(count - 1, count)
-
-    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
-        return []
-
-    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
-        return 0
-
-    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
-        raise AssertionError("beams take no guesses")
-
-    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
-        raise AssertionError("beams take no guesses")
 
     def started(self) -> list[FromRunner]:
         return self.search.started(self)
@@ -71,12 +57,6 @@ class Beam:
         for row in rows:
             self.candidates = logprobs_of(row, 0, 2 * self.search.n).top
         return 0
-
-    def shifted(self) -> None:
-        raise AssertionError("beams end at a full context")
-
-    def report(self, now: float) -> list[FromRunner]:
-        return []
 
     def cancelled(self, now: float) -> Finished:
         return self.search.cancelled(now)

@@ -71,6 +71,35 @@ class Job(Protocol):
         """The last event of a job that nobody wants any more."""
 
 
+class Undrafted:
+    """What jobs have in common that take no guesses at their tokens and never outgrow their context."""
+
+    near_miss: str = ""
+    done: bool = False
+    is_full: bool = False
+
+    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
+        return []
+
+    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
+        return 0
+
+    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
+        raise AssertionError(f"{type(self).__name__} takes no guesses")
+
+    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
+        raise AssertionError(f"{type(self).__name__} takes no guesses")
+
+    def started(self) -> list[FromRunner]:
+        return []
+
+    def shifted(self) -> None:
+        raise AssertionError(f"{type(self).__name__} never outgrows its context")
+
+    def report(self, now: float) -> list[FromRunner]:
+        return []
+
+
 @dataclass
 class Generation:
     """An answer to a prompt."""
@@ -331,33 +360,18 @@ class Generation:
 
 
 @dataclass
-class Evaluation:
+class Evaluation(Undrafted):
     """How likely a text is, token by token: teacher forcing, all rows' logits wanted."""
 
     seq: Sequence
     top: int
     ids: list[list[int]] | None = None
-    near_miss: str = ""
-    done: bool = False
-    is_full: bool = False
     _first: int = 0
     _chunk: Evaluated | None = None
 
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         self._first = start
         return range(count)
-
-    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
-        return []
-
-    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
-        return 0
-
-    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
-        raise AssertionError("an evaluation has all its tokens")
-
-    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
-        raise AssertionError("an evaluation has all its tokens")
 
     def started(self) -> list[FromRunner]:
         return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]
@@ -378,9 +392,6 @@ class Evaluation:
                 self._chunk.nll.append(total - float(row[tokens[first + i + 1]]))
         self.done = first + len(rows) == len(tokens)
         return 0
-
-    def shifted(self) -> None:
-        raise AssertionError("an evaluation holds all its tokens")
 
     def report(self, now: float) -> list[FromRunner]:
         seq = self.seq

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from localrun.engine.jobs import Undrafted
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.messages import Embed, Embedded, Finished, FromRunner, Rank, Ranked
@@ -77,42 +78,18 @@ class Batch:
 
 
 @dataclass
-class Pooled:
+class Pooled(Undrafted):
     """One text of a batch."""
 
     seq: Sequence
     batch: Batch
     number: int
-    near_miss: str = ""
-    done: bool = False
-    is_full: bool = False
 
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
-        return []
-
-    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
-        return 0
-
-    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
-        raise AssertionError("a text that is pooled has all its tokens")
-
-    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
-        raise AssertionError("a text that is pooled wants no guesses")
-
-    def started(self) -> list[FromRunner]:
-        return []
-
     def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
         raise AssertionError("a text that is pooled wants no logits")
-
-    def shifted(self) -> None:
-        raise AssertionError("a text that is pooled holds all its tokens")
-
-    def report(self, now: float) -> list[FromRunner]:
-        return []
 
     def cancelled(self, now: float) -> Finished:
         return self.batch.cancelled()

@@ -12,54 +12,29 @@ at the shift, which then takes longer; the text is the same. `overflow: "shift"`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from localrun.engine.jobs import Generation
+from localrun.engine.jobs import Generation, Undrafted
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
-from localrun.messages import Finished, FromRunner
+from localrun.messages import Finished
 
 STEP_TOKENS = 32
 """Tokens read ahead at a time."""
 
 
 @dataclass
-class Preparation:
+class Preparation(Undrafted):
     """Reads a part of what an answer's context will be after its next shift. Says nothing to anybody."""
 
     seq: Sequence
-    near_miss: str = ""
-    done: bool = False
-    is_full: bool = False
 
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def draft(self, cost: Callable[[int], float], others: int, most: int) -> list[int]:
-        return []
-
-    def wish(self, cost: Callable[[int], float], guess_s: float, others: int, most: int) -> int:
-        return 0
-
-    def guess(self, row: Floats, tokens: list[int], ahead: int) -> int:
-        raise AssertionError("nothing follows")
-
-    def guessed(self, n: int, cost: Callable[[int], float], spent_s: float) -> None:
-        raise AssertionError("nothing follows")
-
-    def started(self) -> list[FromRunner]:
-        return []
-
     def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
         self.done = not self.seq.pending
         return 0
-
-    def shifted(self) -> None:
-        raise AssertionError("it never fills a context")
-
-    def report(self, now: float) -> list[FromRunner]:
-        return []
 
     def cancelled(self, now: float) -> Finished:
         raise AssertionError("nobody knows of it")
