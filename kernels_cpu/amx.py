@@ -199,6 +199,24 @@ def _layout_256(type_name: str) -> tuple[bool, float, int, int, int, int]:
     return type_name != "Q6_K", 1.0, packing.quants + 128, 4, 8, packing.quants + 256
 
 
+def _products_256(sums: int) -> Any:
+    """A compiled function: 16 tokens times a super-block, low bytes into tile `sums`, high bytes into the one behind."""
+    high, tokens = sums + 1, 4 + sums // 2
+
+    @numba.njit
+    def products(x: int, parts: int) -> None:
+        tile_zero(sums)
+        tile_zero(high)
+        for k in range(4):
+            load_tile(tokens, x + k * 1024, 64)
+            load_tile(6, parts + k * 1024, 64)
+            dot_signed_unsigned(sums, tokens, 6)
+            load_tile(7, parts + 4096 + k * 1024, 64)
+            dot_signed_signed(high, tokens, 7)
+
+    return products
+
+
 def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
     """(expand a packed block, products of 16 tokens with the expanded blocks)."""
     spread = expand_256(isa, type_name)
@@ -231,32 +249,28 @@ def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
             value = tile_fma(value, tile_to_f32(mins), load_f32x16(constants + 64))
         return tile_fma(acc, value, tile_splat_f32(acc, x, 64))
 
-    @numba.njit
-    def even(x: int, parts: int) -> None:
-        tile_zero(0)
-        tile_zero(1)
-        for k in range(4):
-            load_tile(4, x + k * 1024, 64)
-            load_tile(6, parts + k * 1024, 64)
-            dot_signed_unsigned(0, 4, 6)
-            load_tile(7, parts + 4096 + k * 1024, 64)
-            dot_signed_signed(1, 4, 7)
-
-    @numba.njit
-    def odd(x: int, parts: int) -> None:
-        tile_zero(2)
-        tile_zero(3)
-        for k in range(4):
-            load_tile(5, x + k * 1024, 64)
-            load_tile(6, parts + k * 1024, 64)
-            dot_signed_unsigned(2, 5, 6)
-            load_tile(7, parts + 4096 + k * 1024, 64)
-            dot_signed_signed(3, 5, 7)
-
-    return expand, _sixteen(even, odd, floats, 1, PART_BYTES, TILE_SUPER)
+    return expand, _sixteen(_products_256(0), _products_256(2), floats, 1, PART_BYTES, TILE_SUPER)
 
 
 # ---- kind '32' ----------------------------------------------------------------------------------------------------------------
+
+
+def _products_32(sums: int) -> Any:
+    """A compiled function: 16 tokens times a block into tile `sums`, times the next block into the one behind."""
+    second = sums + 1
+
+    @numba.njit
+    def products(x: int, parts: int) -> None:
+        tile_zero(sums)
+        load_tile(4, x, 32)
+        load_tile(6, parts, 64)
+        dot_signed_signed(sums, 4, 6)
+        tile_zero(second)
+        load_tile(5, x + 512, 32)
+        load_tile(7, parts + PART_BYTES_32, 64)
+        dot_signed_signed(second, 5, 7)
+
+    return products
 
 
 def _panel_32(isa: Isa, type_name: str) -> tuple[Any, Any]:
@@ -286,29 +300,7 @@ def _panel_32(isa: Isa, type_name: str) -> tuple[Any, Any]:
                     acc = tile_fma(acc, tile_splat_f32(acc, x + i * 128 + 64, 4), load_f32x16(constants + 64))
         return acc
 
-    @numba.njit
-    def even(x: int, parts: int) -> None:
-        tile_zero(0)
-        load_tile(4, x, 32)
-        load_tile(6, parts, 64)
-        dot_signed_signed(0, 4, 6)
-        tile_zero(1)
-        load_tile(5, x + 512, 32)
-        load_tile(7, parts + PART_BYTES_32, 64)
-        dot_signed_signed(1, 5, 7)
-
-    @numba.njit
-    def odd(x: int, parts: int) -> None:
-        tile_zero(2)
-        load_tile(4, x, 32)
-        load_tile(6, parts, 64)
-        dot_signed_signed(2, 4, 6)
-        tile_zero(3)
-        load_tile(5, x + 512, 32)
-        load_tile(7, parts + PART_BYTES_32, 64)
-        dot_signed_signed(3, 5, 7)
-
-    return expand, _sixteen(even, odd, floats, 2, 2 * PART_BYTES_32, TILE_PAIR)
+    return expand, _sixteen(_products_32(0), _products_32(2), floats, 2, 2 * PART_BYTES_32, TILE_PAIR)
 
 
 # ---- both ---------------------------------------------------------------------------------------------------------------------
