@@ -33,7 +33,7 @@ class Wire:
         self.open.set()
         self.gone = asyncio.Event()
         self._asked = False
-        self.services: Any = SimpleNamespace(metrics=Metrics())
+        self.services: Any = SimpleNamespace(settings=SimpleNamespace(log_requests=False), metrics=Metrics())
 
     async def receive(self) -> dict[str, Any]:
         if not self._asked:

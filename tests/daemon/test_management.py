@@ -121,7 +121,7 @@ def test_pull_reports_and_stops_with_its_client(
 ) -> None:
     stopped = threading.Event()
 
-    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], *, insecure: bool) -> None:
+    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], **options: Any) -> None:
         progress(PullProgress("pulling manifest"))
         done = 0
         while not cancelled():
@@ -145,7 +145,7 @@ def test_pull_reports_and_stops_with_its_client(
 
 
 def test_pull_without_stream_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], *, insecure: bool) -> None:
+    def pull(self: Any, name: str, progress: Callable[[PullProgress], None], cancelled: Callable[[], bool], **options: Any) -> None:
         for status in ("pulling manifest", "verifying sha256 digest", "writing manifest", "success"):
             progress(PullProgress(status))
 
