@@ -21,7 +21,7 @@ run: $(VENV)/.run
 	@$(PY) scripts/first_run.py
 
 test: $(VENV)/.test
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile $(TESTS)
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

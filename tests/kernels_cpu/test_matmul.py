@@ -17,6 +17,8 @@ from localrun.kernels_cpu.pack import PACKINGS
 from tests.kernels_cpu import running
 from tests.kernels_cpu.data import random_rows
 
+pytestmark = pytest.mark.timeout(1500)
+"""The first of them waits until a hundred kernels are compiled, where none is cached."""
 TYPES = [FORMATS[t].name for t in PACKINGS]
 ISAS = isa.available()
 BEST = ISAS[0]
