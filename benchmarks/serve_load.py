@@ -171,6 +171,8 @@ async def intruder(server: Server, http: httpx.AsyncClient, seed: int) -> dict[s
     await asyncio.wait([started, *streams], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
     if not started.done():
         started.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await started
     long = await server.complete(http, ids(2000, seed), 8)
     answers = await asyncio.gather(*streams)
     during = [

@@ -57,7 +57,7 @@ PLACE_IMAGES = "place_images"
 """Name of the instruction that has no work where no span has an image."""
 SPARE_ROWS = 8
 """Rows behind the last one that matmul tiles may read (never use)."""
-CHUNK_BYTES = 96 << 10
+CHUNK_BYTES = 256 << 10
 """About how many weight bytes one chunk of a matmul reads: small enough to share out evenly, large beside the cost of taking a chunk."""
 MIN_CHUNKS = 16
 LARGE_CHUNKS = 6

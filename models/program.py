@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -212,5 +213,9 @@ class Program:
 
     def grains(self, chunks: NDArray[np.int64], n_threads: int) -> NDArray[np.int64]:
         """How many chunks a thread takes at once: rows of tokens are small, so several, but a sixteenth of a thread's share at most."""
-        rows = np.isin(self.rule, (RULES.index("tokens"), RULES.index("outputs")))
-        return np.where(rows, np.maximum(1, chunks // (16 * n_threads)), 1)
+        return np.where(self._by_row, np.maximum(1, chunks // (16 * n_threads)), 1)
+
+    @functools.cached_property
+    def _by_row(self) -> NDArray[np.bool_]:
+        """Which instructions have a chunk for each row. Kept: between two passes, which empty the caches, every look is slow."""
+        return np.isin(self.rule, (RULES.index("tokens"), RULES.index("outputs")))
