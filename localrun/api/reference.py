@@ -56,10 +56,11 @@ Nothing depends on the request's content type. The daemon serves the same as an 
 ## Evaluation harnesses
 
 `/v1/completions` answers `echo` with `logprobs`, token ids and lists of prompts, which is what lm-evaluation-harness's backend
-`local-completions` asks for (`pip install lm-eval[api]`; the shapes are tested, the harness itself has not been run yet):
+`local-completions` asks for (`pip install "lm-eval[api]" transformers`; run here on a multiple-choice task of our own). TOKENIZER is the
+model's tokenizer as Hugging Face has it, a name or a folder: the harness cuts context and continuation apart by tokens.
 
-    lm_eval --model local-completions --tasks YOUR_TASK --model_args \
-        model=smollm2,base_url=http://localhost:11434/v1/completions,tokenizer_backend=None,tokenized_requests=False,num_concurrent=4
+    lm_eval --model local-completions --tasks YOUR_TASK \\
+        --model_args model=smollm2,base_url=http://localhost:11434/v1/completions,tokenizer=TOKENIZER,num_concurrent=4
 
 ## Errors
 
