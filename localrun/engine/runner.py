@@ -126,6 +126,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
         runner = Runner(pipe, parts, n_blocks, load.max_queue, n_slots, sessions)
         models = [parts.model.info, *([parts.draft.info] if parts.draft is not None else [])]
         info = parts.model.info
+        ready.set_result(runner)  # first: whoever has heard of it may send the next message at once
         pipe.send(
             Loaded(
                 architecture=info.architecture,
@@ -149,7 +150,6 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 cards=info.cards,
             )
         )
-        ready.set_result(runner)
         gc.freeze()  # what has been loaded stays; no collection has to look at it again
         try:
             runner.run()
