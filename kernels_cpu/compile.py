@@ -14,7 +14,6 @@ thread runs it (for scratch memory). What the arguments mean is said by each ker
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -22,6 +21,7 @@ import importlib
 import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -252,36 +252,54 @@ def _fingerprint(module: str) -> str:
     waiting = [module, "compile", "isa", *(path.stem for path in here.glob("isa_*.py"))]
     while waiting:
         name = waiting.pop()
-        path = here.joinpath(*name.split(".")).with_suffix(".py")
-        if not path.exists():
-            path = here.joinpath(*name.split("."), "__init__.py")
-        if name in seen or not path.exists():
-            continue
-        seen[name] = path.read_bytes()
-        waiting.extend(_imports(seen[name]))
+        if name not in seen and (found := _source(here, name)) is not None:
+            seen[name], imports = found
+            waiting.extend(imports)
     digest = hashlib.sha256()
     for name in sorted(seen):
         digest.update(name.encode() + b"\0" + seen[name])
     return digest.hexdigest()[:16]
 
 
-def _imports(source: bytes) -> Iterator[str]:
-    """Modules of this package that a source names in an import, and names taken from them, which may be modules too."""
-    package = __name__.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.removeprefix(f"{package}.") for alias in node.names if alias.name.startswith(f"{package}."))
-        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}."):
-            module = f"{node.module}.".removeprefix(f"{package}.")
-            yield module.rstrip(".")
-            yield from (module + alias.name for alias in node.names)
+@functools.cache
+def _source(here: Path, name: str) -> tuple[bytes, tuple[str, ...]] | None:
+    """What a module of this package holds and which others it may import; None: there is no such module."""
+    path = here.joinpath(*name.split(".")).with_suffix(".py")
+    if not path.exists():
+        path = here.joinpath(*name.split("."), "__init__.py")
+        if not path.exists():
+            return None
+    source = path.read_bytes()
+    return source, tuple(_imports(source.decode()))
+
+
+_IMPORT = re.compile(rf"\b{re.escape(__name__.rpartition('.')[0])}(?:\.([\w.]+))?(?:\s+import\s+(\([^)]*\)|[^\n]*))?")
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Modules of this package that a source names, and names taken from them, which may be modules too.
+
+    Every mention counts, also one in a text: a dependency too many does no harm, and each load of a model waits for this, which parsing
+    would make thirty times slower.
+    """
+    for module, names in _IMPORT.findall(source):
+        if module:
+            yield module
+        prefix = f"{module}." if module else ""
+        yield from (prefix + name for name in re.findall(r"\w+", names))
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Versions of the libraries that make machine code of a kernel."""
+    from importlib.metadata import version
+
+    return version("numba"), llvmlite.__version__
 
 
 def cache_folder(root: Path, isa: Isa) -> Path:
     """Where object files for this instruction set are kept under `root`, those of the installed Numba and llvmlite."""
-    from importlib.metadata import version
-
-    libraries = (version("numba"), llvmlite.__version__, sys.platform, sys.maxsize, isa.name, isa.cpu, isa.features)
+    libraries = (*_installed(), sys.platform, sys.maxsize, isa.name, isa.cpu, isa.features)
     return root / "kernels" / f"{isa.name}-{hashlib.sha256(repr(libraries).encode()).hexdigest()[:16]}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import shutil
@@ -152,12 +153,16 @@ def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Pat
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "sources" / "compile.py"))
     modules = ("team", "attention", "experts")
 
-    def changed_by(source: str) -> set[str]:
+    def read_anew() -> None:
         compiling._fingerprint.cache_clear()
+        compiling._source.cache_clear()
+
+    def changed_by(source: str) -> set[str]:
+        read_anew()
         before = {module: compiling._fingerprint(module) for module in modules}
         with (tmp_path / "sources" / source).open("a") as file:
             file.write("\n# changed\n")
-        compiling._fingerprint.cache_clear()
+        read_anew()
         return {module for module in modules if compiling._fingerprint(module) != before[module]}
 
     try:
@@ -166,7 +171,24 @@ def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Pat
         assert changed_by("formats/__init__.py") >= {"experts"}
         assert changed_by("simd.py") == changed_by("isa_avx2.py") == changed_by("compile.py") == set(modules)
     finally:
-        compiling._fingerprint.cache_clear()
+        read_anew()
+
+
+def test_no_import_of_a_kernel_is_overlooked() -> None:
+    """What the quick look at a source finds is at least what the parser finds."""
+    package = compiling.__name__.rpartition(".")[0]
+    found: set[str] = set()
+    for path in Path(compiling.__file__).parent.rglob("*.py"):
+        parsed: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                parsed |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parsed |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        own = {name.removeprefix(f"{package}.") for name in parsed if name.startswith(f"{package}.")}
+        assert own <= set(compiling._imports(path.read_text(encoding="utf-8"))), path.name
+        found |= own
+    assert {"simd", "simd.load_i64", "formats", "formats.BY_NAME", "head"} <= found
 
 
 def test_only_the_latest_objects_of_a_kernel_are_kept(tmp_path: Path) -> None:
