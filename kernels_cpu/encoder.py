@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from localrun.kernels_cpu import head as H
-from localrun.kernels_cpu import math
-from localrun.kernels_cpu.activations import give
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.pointwise import activated_rows
 from localrun.kernels_cpu.simd import load_f32x16, load_i64, store
 
 
@@ -29,15 +28,6 @@ def add_constant(isa: Isa) -> Any:
 def activated_outputs(isa: Isa, activation: str) -> Any:
     """Kernel, for the rows that are asked for: act(x), quantized for its readers; `activation` is a function of math.py.
 
-    args: 0 x (overwritten), 1 its row stride, 2 n, 3.. readers (see give).
+    args as pointwise.activated's.
     """
-    act = getattr(math, activation)
-
-    def kernel(args: int, head: int, t: int, thread: int) -> None:
-        x = load_i64(args) + t * load_i64(args + 8)
-        n = load_i64(args + 16)
-        for i in range((n + 15) >> 4):
-            store(x + i * 64, act(load_f32x16(x + i * 64)))
-        give(x, n, args + 24, t, load_i64(head + H.OUTPUTS))
-
-    return kernel
+    return activated_rows(activation, H.OUTPUTS)

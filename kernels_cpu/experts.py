@@ -18,7 +18,7 @@ from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.activations import give
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.math import sigmoid, vexp
-from localrun.kernels_cpu.matmul import make_tile
+from localrun.kernels_cpu.matmul import make_group
 from localrun.kernels_cpu.pack import group_packer
 from localrun.kernels_cpu.simd import (
     f32_from_bits,
@@ -33,7 +33,6 @@ from localrun.kernels_cpu.simd import (
     store,
     store_scalar,
     sum_f32,
-    tile_store,
     vmax,
     vmin,
     where,
@@ -240,7 +239,7 @@ def expert_matmul(isa: Isa, type_name: str, heads: int = 0) -> Any:
     12 starts, 13 active, 14 n_active, 15 bytes of a row in the file (0: the weights are packed), 16 scratch, 17 bytes of scratch a thread,
     18 matrices.
     """
-    tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
+    group = make_group(isa, type_name)
     pack_group = group_packer(type_name)
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
@@ -276,23 +275,10 @@ def expert_matmul(isa: Isa, type_name: str, heads: int = 0) -> Any:
             if row_bytes:
                 pack_group(weights + g * 16 * row_bytes, row_bytes, n_rows - g * 16, n_blocks, group_bytes, unpacked)
                 w = unpacked
-            bias = splat_f32(f(0.0))
-            if load_i64(args + 80):
-                bias = load_f32x16(load_i64(args + 80) + e * load_i64(args + 88) + g * 64)
-            x = x0
-            out = out0 + g * 64
-            left = tokens
-            while left > 4:
-                tile_store(tile8(w, n_blocks, x, stride), out, out_stride, left, bias, i64(0))
-                x += 8 * stride
-                out += 8 * out_stride
-                left -= 8
-            if left > 2:
-                tile_store(tile4(w, n_blocks, x, stride), out, out_stride, left, bias, i64(0))
-            elif left == 2:
-                tile_store(tile2(w, n_blocks, x, stride), out, out_stride, left, bias, i64(0))
-            elif left == 1:
-                tile_store(tile1(w, n_blocks, x, stride), out, out_stride, left, bias, i64(0))
+            bias = load_i64(args + 80)
+            if bias:
+                bias += e * load_i64(args + 88) + g * 64
+            group(w, n_blocks, x0, stride, tokens, out0 + g * 64, out_stride, bias, 0)
 
     return kernel
 

@@ -13,7 +13,7 @@ import numba
 
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.isa import Isa
-from localrun.kernels_cpu.matmul import make_tile
+from localrun.kernels_cpu.matmul import make_group
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
     f32_from_bits,
@@ -24,7 +24,6 @@ from localrun.kernels_cpu.simd import (
     load_i64,
     splat_f32,
     store,
-    tile_store,
 )
 
 ENTRY = 64
@@ -49,35 +48,18 @@ def low_rank(isa: Isa, embedding: int) -> Any:
     row's scale float32, 9 offset in the head of the numbers of the rows (0: row t is row t), 10 offset in the head of how many there are,
     11 table of ENTRY bytes an adapter, 12 scratch, 13 bytes of scratch a thread, 14 factor (float bits).
     """
-    f32_tiles = tuple(make_tile(isa, "F32", n) for n in (1, 2, 4, 8))
-    f16_tiles = tuple(make_tile(isa, "F16", n) for n in (1, 2, 4, 8))
-    single, double, four, eight = f32_tiles
-    half_single, half_double, half_four, half_eight = f16_tiles
+    whole_group, half_group = make_group(isa, "F32"), make_group(isa, "F16")
 
     @numba.njit
     def product(
         w: int, step: int, groups: int, n: int, half: int, x: int, stride: int, rows: int, out: int, out_stride: int, add: int
     ) -> None:
         """out (+)= W x for 1 to ROWS rows."""
-        none = splat_f32(numba.float32(0.0))
         for _ in range(groups):
             if half:
-                if rows > 4:
-                    tile_store(half_eight(w, n, x, stride), out, out_stride, rows, none, add)
-                elif rows > 2:
-                    tile_store(half_four(w, n, x, stride), out, out_stride, rows, none, add)
-                elif rows == 2:
-                    tile_store(half_double(w, n, x, stride), out, out_stride, rows, none, add)
-                else:
-                    tile_store(half_single(w, n, x, stride), out, out_stride, rows, none, add)
-            elif rows > 4:
-                tile_store(eight(w, n, x, stride), out, out_stride, rows, none, add)
-            elif rows > 2:
-                tile_store(four(w, n, x, stride), out, out_stride, rows, none, add)
-            elif rows == 2:
-                tile_store(double(w, n, x, stride), out, out_stride, rows, none, add)
+                half_group(w, n, x, stride, rows, out, out_stride, 0, add)
             else:
-                tile_store(single(w, n, x, stride), out, out_stride, rows, none, add)
+                whole_group(w, n, x, stride, rows, out, out_stride, 0, add)
             w += step
             out += 64
 

@@ -269,23 +269,11 @@ def make_tile(isa: Isa, type_name: str, tokens: int) -> Any:
     return _tile_32(isa, type_name, tokens)
 
 
-# ---- the kernel ---------------------------------------------------------------------------------------------------------------
-
-
-def matmul(isa: Isa, type_name: str) -> Any:
-    """Kernel: out = W x (+ bias) (+ out), for as many tokens as the step has.
-
-    args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
-    5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
-    11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
-    14 bytes of scratch a thread, 15 where in it groups are unpacked to, 16 activations as tiles (0: there are none), 17 groups a chunk with
-    MANY tokens or more, if there are. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+def make_group(isa: Isa, type_name: str) -> Any:
+    """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, out, bytes between tokens of out, bias, add)
+    that writes one group's results for any number of tokens by plain tiles. bias: address of 16 float32, 0: none; add: whether to add.
     """
     tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
-    pack_group = group_packer(type_name)
-    use_amx = isa.amx and type_name in amx.SUPPORTED
-    many: Any = amx.make_groups(isa, type_name) if use_amx else None
-    tile_step = amx.tile_step(type_name)
 
     @numba.njit
     def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int) -> None:
@@ -303,6 +291,27 @@ def matmul(isa: Isa, type_name: str) -> Any:
             tile_store(tile2(w, n, x, stride), out, out_stride, tokens, bias, add)
         elif tokens == 1:
             tile_store(tile1(w, n, x, stride), out, out_stride, tokens, bias, add)
+
+    return group
+
+
+# ---- the kernel ---------------------------------------------------------------------------------------------------------------
+
+
+def matmul(isa: Isa, type_name: str) -> Any:
+    """Kernel: out = W x (+ bias) (+ out), for as many tokens as the step has.
+
+    args: 0 packed weights (or the tensor as the file has it), 1 bytes of a group, 2 blocks in a row, 3 rows, 4 activations,
+    5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
+    11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
+    14 bytes of scratch a thread, 15 where in it groups are unpacked to, 16 activations as tiles (0: there are none), 17 groups a chunk with
+    MANY tokens or more, if there are. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+    """
+    group = make_group(isa, type_name)
+    pack_group = group_packer(type_name)
+    use_amx = isa.amx and type_name in amx.SUPPORTED
+    many: Any = amx.make_groups(isa, type_name) if use_amx else None
+    tile_step = amx.tile_step(type_name)
 
     @numba.njit
     def few_tokens(args: int, first: int, last: int, tokens: int, unpacked: int) -> None:

@@ -35,6 +35,11 @@ def activated(isa: Isa, activation: str) -> Any:
 
     args: 0 x (overwritten), 1 its row stride, 2 n, 3.. readers (see give).
     """
+    return activated_rows(activation, H.TOKENS)
+
+
+def activated_rows(activation: str, count_at: int) -> Any:
+    """The kernel `activated`, for the rows whose number lies at that offset in the head."""
     act = getattr(math, activation)
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:
@@ -42,7 +47,7 @@ def activated(isa: Isa, activation: str) -> Any:
         n = load_i64(args + 16)
         for i in range((n + 15) >> 4):
             store(x + i * 64, act(load_f32x16(x + i * 64)))
-        give(x, n, args + 24, t, load_i64(head + H.TOKENS))
+        give(x, n, args + 24, t, load_i64(head + count_at))
 
     return kernel
 
