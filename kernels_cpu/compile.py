@@ -435,10 +435,14 @@ class KernelLibrary:
         self._engines: list[Any] = []
         self._addresses: dict[KernelSpec, int] = {}
 
+    def compile(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> None:
+        """Compiles what is not cached, for a later `load` to be quick. Raises CompileError. Any thread may call it."""
+        ensure_compiled(specs, self.isa, self._root, n_workers=self._n_workers, progress=progress)
+
     def load(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> dict[KernelSpec, int]:
         """Addresses of the kernels, compiling what is not cached. Raises CompileError."""
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._addresses]
-        ensure_compiled(wanted, self.isa, self._root, n_workers=self._n_workers, progress=progress)
+        self.compile(wanted, progress)
         for spec in wanted:
             self._addresses[spec] = self._link(spec, object_path(self._root, self.isa, spec))
         return dict(self._addresses)

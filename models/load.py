@@ -5,9 +5,10 @@ Heavy: imports NumPy and LLVM; belongs into a runner process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import platformdirs
@@ -15,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import attention, head, isa, kv, slots, team
-from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec, ensure_compiled
+from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec
 from localrun.models.adapters import Adapters
 from localrun.models.cards import Batch, Cards
 from localrun.models.errors import ModelFileError
@@ -34,6 +35,7 @@ from localrun.models.vectors import pooled, rows_to_pool, scores_of, view
 from localrun.models.weights import Weights
 
 assert BLOCK_TOKENS == kv.BLOCK
+T = TypeVar("T")
 FIRST_LOGIT_ROWS = 8
 ANSWERS_BESIDE = 64
 """Rows of a pass that are for the next tokens of other sequences when an encoder's input takes as many as its context has."""
@@ -62,11 +64,8 @@ class RecordedModel:
         weights: Weights,
         tables: list[AngleTable],
         cards: Cards | None = None,
-        cache: Path | None = None,
     ) -> None:
-        """cache: where the library's kernels are kept."""
         self.info = info
-        self._cache = cache
         self._program = program
         self._library = library
         self._team = crew
@@ -214,12 +213,13 @@ class RecordedModel:
                 self.profile.add()
             return outputs
         cut = self._program.cut
-        self._team.run(self._program.table[:cut], chunks[:cut], grains[:cut])
+        before, behind = self._program.around_cards
+        self._team.run(before, chunks[:cut], grains[:cut])
         lengths = [len(span.tokens) for span in spans]
         batch = Batch(tokens, outputs, self._positions[:tokens], self._output_rows[:outputs], tables, lengths, longest, not pooling)
         self._cards.run(batch, self._logits)
         if cut < len(chunks):
-            self._team.run(self._program.table[cut:], chunks[cut:], grains[cut:])
+            self._team.run(behind, chunks[cut:], grains[cut:])
         return outputs
 
     def _place_images(self, rows: ImageRows, row: int, span: Span) -> None:
@@ -301,9 +301,8 @@ class RecordedModel:
         if self._weights is None:
             raise RuntimeError("the model is closed")
         adapter = read_adapter(paths, self._weights.gguf, {site.tensor for site in self._recorder.sites})
-        if self._cache is not None:
-            # Where they have to be compiled, no pass shall wait for it.
-            ensure_compiled([KernelSpec("lora", "low_rank", (kind,)) for kind in (0, 1)], self._library.isa, self._cache)
+        # Where they have to be compiled, no pass shall wait for it.
+        self._library.compile([KernelSpec("lora", "low_rank", (kind,)) for kind in (0, 1)])
         return adapter
 
     def add_adapter(self, adapter: Adapter) -> int:
@@ -378,9 +377,14 @@ def load_model(path: str | Path, options: LoadOptions, progress: Progress | None
     """
     if options.kv_type not in kv.KV_TYPES:
         raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(kv.KV_TYPES)}")
+    return from_file(path, lambda gguf: _load(gguf, options, progress))
+
+
+def from_file(path: str | Path, load: Callable[[GGUFFile], T]) -> T:
+    """What `load` makes of a GGUF file, which is closed where that fails. Kernels that cannot be compiled raise ModelFileError."""
     gguf = open_gguf(path)
     try:
-        return _load(gguf, options, progress)
+        return load(gguf)
     except CompileError as error:
         gguf.close()
         raise ModelFileError(gguf.path, "", f"cannot be loaded: {error}") from error
@@ -389,13 +393,18 @@ def load_model(path: str | Path, options: LoadOptions, progress: Progress | None
         raise
 
 
+def kernel_cache(options: LoadOptions) -> Path:
+    """The folder under which compiled kernels are kept."""
+    return Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
+
+
 def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> RecordedModel:
     keys = Keys(gguf)
     family = family_of(gguf)
     params = family.read(keys, gguf)
     chosen = isa.select(options.isa)
     n_threads = options.n_threads or default_threads()
-    cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
+    cache = kernel_cache(options)
     library = KernelLibrary(chosen, cache, n_workers=default_threads())
     n_layers = keys.int("block_count", minimum=1)
     causal = is_causal(gguf)
@@ -454,7 +463,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         kv_blocks=placed.kv_blocks,
         decoder_start=keys.int("decoder_start_token_id") if twofold else -1,
     )
-    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards, cache)
+    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
     if options.timed:
         model.profile = Profile(program)
     return model

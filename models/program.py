@@ -216,6 +216,11 @@ class Program:
         return np.where(self._by_row, np.maximum(1, chunks // (16 * n_threads)), 1)
 
     @functools.cached_property
+    def around_cards(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The table before and behind what cards run. Kept: a team remembers every table that it has been given."""
+        return self.table[: self.cut], self.table[self.cut :]
+
+    @functools.cached_property
     def _by_row(self) -> NDArray[np.bool_]:
         """Which instructions have a chunk for each row. Kept: between two passes, which empty the caches, every look is slow."""
         return np.isin(self.rule, (RULES.index("tokens"), RULES.index("outputs")))

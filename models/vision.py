@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head, isa, team, vision
-from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec
+from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 from localrun.kernels_cpu.pack import PACKINGS
 from localrun.models.errors import ModelFileError
-from localrun.models.gguf import GGUFFile, TensorInfo, open_gguf
+from localrun.models.gguf import GGUFFile, TensorInfo
+from localrun.models.load import from_file, kernel_cache
 from localrun.models.model import LoadOptions, Progress
 from localrun.models.params import Keys
 from localrun.models.plan import LOGITS_ADDRESS, Recorder
@@ -290,22 +290,13 @@ class VisionEncoder:
 
 def load_vision(path: str | Path, n_embd: int, options: LoadOptions, progress: Progress | None = None) -> VisionEncoder:
     """Loads an mmproj file for a language model of width n_embd. Raises ModelFileError."""
-    gguf = open_gguf(path)
-    try:
-        return _load(gguf, n_embd, options, progress)
-    except CompileError as error:
-        gguf.close()
-        raise ModelFileError(gguf.path, "", f"cannot be loaded: {error}") from error
-    except BaseException:
-        gguf.close()
-        raise
+    return from_file(path, lambda gguf: _load(gguf, n_embd, options, progress))
 
 
 def _load(gguf: GGUFFile, n_embd: int, options: LoadOptions, progress: Progress | None) -> VisionEncoder:
     p = read_vision(gguf, n_embd)
     chosen = isa.select(options.isa)
-    cache = Path(options.cache_dir) if options.cache_dir else Path(platformdirs.user_cache_dir("localrun"))
-    library = KernelLibrary(chosen, cache, n_workers=options.n_threads)
+    library = KernelLibrary(chosen, kernel_cache(options), n_workers=options.n_threads)
     weights = Weights(gguf, options.pack)
     recorder = _Recorder(weights, p, options.n_threads, chosen.amx)
     pixels = _record(p, recorder, weights)
