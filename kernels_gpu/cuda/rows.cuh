@@ -1,28 +1,42 @@
 // Everything that works on one token's row: norms, activation functions, sums, and the forms in which matmuls read rows.
 
-// What a warp has of 32 values, as int8 with one scale: kind '32' of kernels_cpu/activations.py.
-DEVICE void give_32(i64 at, i64 n, i64 i, float v, float peak) {
-    float d = 0.0f, inverse = 0.0f;
+// A quantized value, and what is known of the 32 that it lies among: their scale, the sums of their first and their second 16.
+struct Quant {
+    float d;
+    int q, first, second;
+};
+
+// All threads of a warp together; peak: the largest magnitude of the values that share the scale.
+DEVICE Quant quantized(float v, float peak) {
+    Quant r;
+    float inverse = 0.0f;
+    r.d = 0.0f;
     if (peak >= TINY) {
-        d = div_(peak, 127.0f);
+        r.d = div_(peak, 127.0f);
         inverse = div_(127.0f, peak);
     }
-    int q = nearest(mul_(v, inverse));
-    int sum = q;
-    for (int o = 8; o; o >>= 1) sum += swap(sum, o);
-    int second = swap(sum, 16);
+    r.q = nearest(mul_(v, inverse));
+    r.first = r.q;
+    for (int o = 8; o; o >>= 1) r.first += swap(r.first, o);
+    r.second = swap(r.first, 16);
+    return r;
+}
+
+// What a warp has of 32 values, as int8 with one scale: kind '32' of kernels_cpu/activations.py.
+DEVICE void give_32(i64 at, i64 n, i64 i, float v, float peak) {
+    Quant r = quantized(v, peak);
     if (i >= n) return;
-    ((i8 *)at)[i] = (i8)q;
+    ((i8 *)at)[i] = (i8)r.q;
     if (i & 31) return;
     int *meta = (int *)(at + ((n + 63) & -64) + (i >> 5) * META);
-    int total = sum + second;
-    meta[0] = as_int(d);
-    meta[1] = as_int(mul_(d, real(total)));
+    int total = r.first + r.second;
+    meta[0] = as_int(r.d);
+    meta[1] = as_int(mul_(r.d, real(total)));
     meta[2] = total * -8;
     meta[3] = total * -16;
     meta[4] = total * -128;
-    meta[5] = sum * -16;
-    meta[6] = second * -16;
+    meta[5] = r.first * -16;
+    meta[6] = r.second * -16;
 }
 
 // What a block of 256 threads has of 256 values: kind '256'.
@@ -32,24 +46,16 @@ DEVICE void give_256(i64 at, i64 n, i64 i, float v, float peak) {
     if (!(i & 31)) peaks[(i >> 5) & 7] = peak;
     barrier();
     for (int w = 0; w < 8; w++) peak = larger(peak, peaks[w]);
-    float d = 0.0f, inverse = 0.0f;
-    if (peak >= TINY) {
-        d = div_(peak, 127.0f);
-        inverse = div_(127.0f, peak);
-    }
-    int q = nearest(mul_(v, inverse));
-    int sum = q;
-    for (int o = 8; o; o >>= 1) sum += swap(sum, o);
-    int second = swap(sum, 16);
+    Quant r = quantized(v, peak);
     if (i >= n) return;
     i64 block = at + (i >> 8) * SUPER;
     int k = (int)(i & 255);
-    ((i8 *)block)[k] = (i8)q;
-    if (k == 0) *(float *)(block + 256) = d;
+    ((i8 *)block)[k] = (i8)r.q;
+    if (k == 0) *(float *)(block + 256) = r.d;
     if (k & 31) return;
-    ((short *)(block + 264))[k >> 5] = (short)(sum + second);
-    ((short *)(block + 288))[k >> 4] = (short)sum;
-    ((short *)(block + 288))[(k >> 4) + 1] = (short)second;
+    ((short *)(block + 264))[k >> 5] = (short)(r.first + r.second);
+    ((short *)(block + 288))[k >> 4] = (short)r.first;
+    ((short *)(block + 288))[(k >> 4) + 1] = (short)r.second;
 }
 
 // Gives value i of finished row t (all 256 threads, each one of 256 successive values, 0 behind the row's end) to whoever reads it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localrun.convert.config import Config
-from localrun.convert.plan import Copied, Plan, plan_tensors
+from localrun.convert.plan import Copied, Plan, add_sizes, plan_tensors
 from localrun.convert.safetensors import Safetensors
 
 BERT_TOP = {
@@ -46,17 +46,7 @@ def plan_bert(c: Config, tensors: Safetensors) -> Plan:
     made = Plan("bert")
     c.str("hidden_act", "gelu", choices=("gelu",))
     c.str("position_embedding_type", "absolute", choices=("absolute",))
-    heads = c.int("num_attention_heads", minimum=1)
-    made.add(
-        "uint32",
-        vocab_size=c.int("vocab_size", minimum=1),
-        context_length=c.int("max_position_embeddings", minimum=1),
-        embedding_length=c.int("hidden_size", minimum=1),
-        block_count=c.int("num_hidden_layers", minimum=1),
-        feed_forward_length=c.int("intermediate_size", minimum=1),
-        attention__head_count=heads,
-        attention__head_count_kv=heads,
-    )
+    made.add("uint32", attention__head_count_kv=add_sizes(made, c))
     made.add("float32", attention__layer_norm_epsilon=c.float("layer_norm_eps", 1e-12, above=0))
     made.add("bool", attention__causal=False)
     made.keys["tokenizer.ggml.token_type_count"] = ("uint32", c.int("type_vocab_size", 2, minimum=1))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.convert.config import Config
-from localrun.convert.plan import Copied, Made, Plan, Rule, plan_tensors
+from localrun.convert.plan import Copied, Made, Plan, Rule, add_sizes, plan_tensors
 from localrun.convert.safetensors import Safetensors
 
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
@@ -45,18 +45,8 @@ def head_size(c: Config) -> int:
 def decoder(c: Config, architecture: str, *, activation: Collection[str] = ("silu",)) -> Plan:
     """A plan with the keys that every decoder has. Raises ModelFileError."""
     plan = Plan(architecture)
-    heads = c.int("num_attention_heads", minimum=1)
-    plan.add(
-        "uint32",
-        vocab_size=c.int("vocab_size", minimum=1),
-        context_length=c.int("max_position_embeddings", minimum=1),
-        embedding_length=c.int("hidden_size", minimum=1),
-        block_count=c.int("num_hidden_layers", minimum=1),
-        feed_forward_length=c.int("intermediate_size", minimum=1),
-        attention__head_count=heads,
-        attention__head_count_kv=c.int("num_key_value_heads", heads, minimum=1),
-        rope__dimension_count=head_size(c),
-    )
+    heads = add_sizes(plan, c)
+    plan.add("uint32", attention__head_count_kv=c.int("num_key_value_heads", heads, minimum=1), rope__dimension_count=head_size(c))
     if c.has("head_dim"):
         plan.add("uint32", attention__key_length=head_size(c), attention__value_length=head_size(c))
     plan.add("float32", attention__layer_norm_rms_epsilon=c.float("rms_norm_eps", above=0))

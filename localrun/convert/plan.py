@@ -65,6 +65,21 @@ Rule = Callable[[str, str], Copied | None]
 """(GGUF name, source) -> how the tensor is taken over; None: it is not."""
 
 
+def add_sizes(plan: Plan, c: Config) -> int:
+    """Adds the sizes that every transformer's config.json has; returns the number of heads. Raises ModelFileError."""
+    heads: int = c.int("num_attention_heads", minimum=1)
+    plan.add(
+        "uint32",
+        vocab_size=c.int("vocab_size", minimum=1),
+        context_length=c.int("max_position_embeddings", minimum=1),
+        embedding_length=c.int("hidden_size", minimum=1),
+        block_count=c.int("num_hidden_layers", minimum=1),
+        feed_forward_length=c.int("intermediate_size", minimum=1),
+        attention__head_count=heads,
+    )
+    return heads
+
+
 def plan_tensors(
     plan: Plan, tensors: Safetensors, prefixes: Iterable[str], top: Mapping[str, str], layer_prefix: str, layer: Mapping[str, str],
     take: Rule, skip: str,

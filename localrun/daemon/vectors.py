@@ -5,9 +5,11 @@ runner one question. What is asked and how the answer is said is in api/vectors.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from localrun.api import vectors as dialect
-from localrun.api.options import checked_options, keep_alive_seconds
+from localrun.api.options import ModelDefaults, checked_options, keep_alive_seconds
 from localrun.api.vectors_schema import EmbedBody, EmbeddingBody, EmbeddingsBody, RerankBody
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.generation import hold
@@ -16,28 +18,18 @@ from localrun.errors import ContextOverflow, LocalrunError, ModelNotFound
 from localrun.messages import Embed, Embedded, Ranked
 from localrun.store import StoredModel
 
+B = TypeVar("B", EmbedBody, EmbeddingsBody)
+
 
 async def embed(x: Exchange, body: EmbedBody) -> None:
     """POST /api/embed."""
-    num_thread = checked_options(body.options).get("num_thread")
-    stored = await _stored_for_ollama(x, body.model)
-    model = await x.services.defaults(stored, body.model)
-    dialect.require_embedding(model)
-    request = dialect.embed_request(body, model, x.id)
-    resident = await hold(x, stored, num_thread, keep_alive_seconds(body.keep_alive))
-    embedded = await _embedded(x, resident, request) if request is not None else None
+    embedded = await _embedded_for_ollama(x, body, dialect.embed_request)
     await x.json(dialect.embed_reply(body.model, embedded, time.monotonic() - x.began, x.load_s))
 
 
 async def embeddings(x: Exchange, body: EmbeddingsBody) -> None:
     """POST /api/embeddings."""
-    num_thread = checked_options(body.options).get("num_thread")
-    stored = await _stored_for_ollama(x, body.model)
-    model = await x.services.defaults(stored, body.model)
-    dialect.require_embedding(model)
-    request = dialect.embeddings_request(body, model, x.id)
-    resident = await hold(x, stored, num_thread, keep_alive_seconds(body.keep_alive))
-    await x.json(dialect.embeddings_reply(await _embedded(x, resident, request) if request is not None else None))
+    await x.json(dialect.embeddings_reply(await _embedded_for_ollama(x, body, dialect.embeddings_request)))
 
 
 async def v1_embeddings(x: Exchange, body: EmbeddingBody) -> None:
@@ -63,6 +55,17 @@ async def rerank(x: Exchange, body: RerankBody) -> None:
         raise LocalrunError(f"the runner answered a ranking with {type(ranked).__name__}")
     x.noted["prompt_tokens"] = sum(ranked.prompt_tokens)
     await x.json(dialect.rank_reply(body, request, ranked))
+
+
+async def _embedded_for_ollama(x: Exchange, body: B, asked: Callable[[B, ModelDefaults, str], Embed | None]) -> Embedded | None:
+    """What the runner says to what a body asks; None when it asks for nothing, which loads the model all the same."""
+    num_thread = checked_options(body.options).get("num_thread")
+    stored = await _stored_for_ollama(x, body.model)
+    model = await x.services.defaults(stored, body.model)
+    dialect.require_embedding(model)
+    request = asked(body, model, x.id)
+    resident = await hold(x, stored, num_thread, keep_alive_seconds(body.keep_alive))
+    return await _embedded(x, resident, request) if request is not None else None
 
 
 async def _stored_for_ollama(x: Exchange, name: str) -> StoredModel:
