@@ -86,6 +86,10 @@ class Pipe:
             frame = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise DaemonGone from error
+        except TypeError as error:  # what a connection raises that another thread closes between a frame's length and the frame
+            if not self._connection.closed:
+                raise
+            raise DaemonGone from error
         return messages.decode_to_runner(frame)
 
     def close(self) -> None:

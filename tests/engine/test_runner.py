@@ -466,6 +466,30 @@ def in_process(loader: Loader | str) -> tuple[Talk, Any]:
     return Talk(ours, ended), process
 
 
+@pytest.mark.parametrize(("closes", "expected"), [(True, runner.DaemonGone), (False, TypeError)])
+def test_a_pipe_that_is_closed_in_the_middle_of_a_frame(
+    closes: bool, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the runner's main thread, which has ended, while the reader is between a frame's length and its content."""
+    ours, theirs = multiprocessing.Pipe()
+    whole = Connection._recv  # type: ignore[attr-defined]
+
+    def recv(self: Connection, size: int, *rest: Any) -> Any:
+        got = whole(self, size, *rest)
+        if closes:
+            self.close()
+        else:
+            raise TypeError("something else")
+        return got
+
+    monkeypatch.setattr(Connection, "_recv", recv)
+    ours.send_bytes(encode(Shutdown()))
+    with pytest.raises(expected):
+        runner.Pipe(theirs).receive()
+    ours.close()
+    theirs.close()
+
+
 def test_process_ends_when_told() -> None:
     talk, process = in_process(partial(fakes.load_scripted, reply="hello"))
     talk.load()
