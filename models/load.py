@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import attention, head, isa, kv, slots, team
 from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec
 from localrun.models.adapters import Adapters
+from localrun.models.batch import BatchRows
 from localrun.models.cards import Batch, Cards
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
+from localrun.models.peaks import KERNEL as PEAKS
+from localrun.models.peaks import Peaks
 from localrun.models.placing import Recorded, place
 from localrun.models.plan import LOGITS_ADDRESS, PLACE_IMAGES, SPARE_ROWS, ImageRows, Recorder
 from localrun.models.pooling import ENCODER_DECODERS, LONGEST_WHOLE, POOLINGS, is_causal
@@ -82,18 +85,12 @@ class RecordedModel:
         self._state = np.zeros((0, 0), np.uint8)
         self._partial = np.zeros(64, np.uint8)
         self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
-        self._token_ids = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
-        self._positions = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
-        self._row_tables = np.zeros(info.max_batch + SPARE_ROWS, np.int64)
-        self._output_rows = np.zeros(info.max_batch + SPARE_ROWS, np.int32)
-        self._tiles = np.zeros((info.max_batch + SPARE_ROWS, 2), np.int32)
+        self._rows = BatchRows(info.max_batch + SPARE_ROWS, header, info.n_vocab, program.max_positions)
+        self._peaks = Peaks(library.address(PEAKS), info.n_vocab)
+        self._latest = 0
+        """Rows of logits that the last pass gave."""
         self._spans = np.zeros((info.max_batch, 3), np.int32)
         self._segments = np.zeros((info.max_batch, 3), np.int32)
-        self._set(head.TOKEN_IDS, self._token_ids.ctypes.data)
-        self._set(head.POSITIONS, self._positions.ctypes.data)
-        self._set(head.TABLES, self._row_tables.ctypes.data)
-        self._set(head.OUTPUT_ROWS, self._output_rows.ctypes.data)
-        self._set(head.TILES, self._tiles.ctypes.data)
         self._set(slots.SPANS, self._spans.ctypes.data)
         self._set(slots.SEGMENTS, self._segments.ctypes.data)
 
@@ -125,18 +122,22 @@ class RecordedModel:
         if self._program.logits < 0 and not (self._cards and self._cards.ends_in_logits):
             raise ValueError(f"a {self.info.architecture} model gives vectors, no logits")
         if self.info.decoder_start < 0:
-            n = self._run(spans, [span.outputs for span in spans], pooling=False)
-            return self._logits[:n, : self.info.n_vocab]
+            self._latest = self._run(spans, [span.outputs for span in spans], pooling=False)
+            return self._logits[: self._latest, : self.info.n_vocab]
         for span in spans:
             if span.start < span.encoded and (span.start or len(span.tokens) != span.encoded or len(span.outputs)):
                 raise ValueError("an encoder's input must come whole and alone, and has no logits")
         reading, answering = ([span for span in spans if (span.start < span.encoded) is side] for side in (True, False))
         if reading:
             self._run(reading, [span.outputs for span in reading], pooling=False, skip=self._program.decoder)
-        n = 0
+        self._latest = 0
         if answering:
-            n = self._run(answering, [span.outputs for span in answering], pooling=False, skip=self._program.encoder)
-        return self._logits[:n, : self.info.n_vocab]
+            self._latest = self._run(answering, [span.outputs for span in answering], pooling=False, skip=self._program.encoder)
+        return self._logits[: self._latest, : self.info.n_vocab]
+
+    def peaks(self) -> NDArray[np.float32]:
+        """See Model."""
+        return self._peaks.of(self._logits[: self._latest, : self.info.n_vocab], self._team)
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model."""
@@ -161,39 +162,27 @@ class RecordedModel:
         tokens = sum(len(span.tokens) for span in spans)
         if not 0 < tokens <= self.info.max_batch:
             raise ValueError(f"a batch of {tokens} rows; 1 to {self.info.max_batch} are possible")
-        tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
-        row = outputs = tiles = 0
-        longest = 0
-        for span, table, asked in zip(spans, tables, wanted, strict=True):
-            n = len(span.tokens)
-            self._check(span, table, asked)
-            self._token_ids[row : row + n] = span.tokens
-            first = span.start - (span.encoded if span.start else 0)  # a decoder counts from its own beginning
-            self._positions[row : row + n] = np.arange(first, first + n)
-            self._row_tables[row : row + n] = table.ctypes.data
-            self._output_rows[outputs : outputs + len(asked)] = asked + row
+        rows = self._rows
+        firsts = rows.fill(spans, wanted, self._n_blocks)
+        outputs, longest = rows.outputs, rows.longest
+        for row, span in zip(firsts, spans, strict=True):
+            if span.images or span.adapter:
+                self._check(span)
             if self._program.ends is not None:
-                self._program.ends[row : row + n] = span.encoded or n
-            starts = np.arange(row, row + n, attention.TILE_ROWS)
-            self._tiles[tiles : tiles + len(starts), 0] = starts
-            self._tiles[tiles : tiles + len(starts), 1] = np.minimum(row + n - starts, attention.TILE_ROWS)
+                self._program.ends[row : row + len(span.tokens)] = span.encoded or len(span.tokens)
             if self._recorder.images is not None:
                 self._place_images(self._recorder.images, row, span)
             if self._adapters is not None:
-                self._adapters.assign(row, n, span.adapter, span.adapter_scale)
-            row += n
-            outputs += len(asked)
-            tiles += len(starts)
-            longest = max(longest, span.start + n)
+                self._adapters.assign(row, len(span.tokens), span.adapter, span.adapter_scale)
         for i, angles in enumerate(self._tables):
             self._set(head.ROPE + 8 * i, angles.address(longest))
         if self.info.state_bytes:
             self._place_state(spans)
         self._set(head.TOKENS, tokens)
         self._set(head.OUTPUTS, outputs)
-        self._set(head.N_TILES, tiles)
-        parts = self._parts(tokens, tiles, longest)
-        chunks = self._program.chunks(tokens, outputs, tiles, parts, len(spans))
+        self._set(head.N_TILES, rows.tiles)
+        parts = self._parts(tokens, rows.tiles, longest)
+        chunks = self._program.chunks(tokens, outputs, rows.tiles, parts, len(spans))
         if self._adapters is not None:
             self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
         if self._recorder.images is not None and not any(span.images for span in spans):
@@ -216,7 +205,8 @@ class RecordedModel:
         before, behind = self._program.around_cards
         self._team.run(before, chunks[:cut], grains[:cut])
         lengths = [len(span.tokens) for span in spans]
-        batch = Batch(tokens, outputs, self._positions[:tokens], self._output_rows[:outputs], tables, lengths, longest, not pooling)
+        tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
+        batch = Batch(tokens, outputs, rows.positions[:tokens], rows.output_rows[:outputs], tables, lengths, longest, not pooling)
         self._cards.run(batch, self._logits)
         if cut < len(chunks):
             self._team.run(behind, chunks[cut:], grains[cut:])
@@ -226,7 +216,7 @@ class RecordedModel:
         """Names the images' rows of a span that begins at `row`, and what each row sees."""
         n = len(span.tokens)
         rows.source_rows[row : row + n] = 0
-        rows.end_rows[row : row + n] = self._positions[row : row + n] + 1
+        rows.end_rows[row : row + n] = self._rows.positions[row : row + n] + 1
         for first, values in span.images:
             end = first + len(values)
             rows.source_rows[row + first : row + end] = values.ctypes.data + np.arange(len(values)) * values.strides[0]
@@ -266,17 +256,9 @@ class RecordedModel:
         self._set(head.PARTIAL, self._partial.ctypes.data)
         return parts
 
-    def _check(self, span: Span, table: NDArray[np.int32], asked: NDArray[np.int32]) -> None:
-        """A wrong number here would make a kernel read or write outside its memory."""
+    def _check(self, span: Span) -> None:
+        """What a span has that most have not: images, an adapter."""
         n = len(span.tokens)
-        if n == 0 or span.start < 0 or len(table) * BLOCK_TOKENS < span.start + n:
-            raise ValueError(f"a span of {n} tokens from {span.start} on with {len(table)} blocks")
-        if table.min() < 0 or table.max() >= self._n_blocks:
-            raise ValueError(f"a block table names block {int(table.max())} of {self._n_blocks}")
-        if self._program.max_positions and span.start + n > self._program.max_positions:
-            raise ValueError(f"a context of {span.start + n} tokens; this model as supported handles {self._program.max_positions}")
-        if span.tokens.min() < 0 or span.tokens.max() >= self.info.n_vocab:
-            raise ValueError(f"token {int(span.tokens.max())} of a vocabulary of {self.info.n_vocab}")
         done = 0
         for first, values in span.images:
             if self._recorder.images is None or values.dtype != np.float32 or values.shape[1:] != (self._recorder.image_row.width,):
@@ -286,8 +268,6 @@ class RecordedModel:
             done = first + len(values)
         if span.adapter and not (self._adapters and self._adapters.knows(span.adapter)):
             raise ValueError(f"there is no adapter {span.adapter}")
-        if len(asked) and (asked.min() < 0 or asked.max() >= n):
-            raise ValueError("an output row outside its span")
 
     def _room_for_logits(self, rows: int) -> None:
         if rows > len(self._logits):
@@ -430,7 +410,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     if options.images and not recorder.image_row.width:
         raise ModelFileError(gguf.path, "general.architecture", f"images are not supported in {gguf.architecture} models")
     program = recorder.finish()
-    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs()], progress)
+    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
     header = np.zeros(slots.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header, timed=options.timed)

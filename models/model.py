@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 """Tokens a KV block holds."""
+PEAK = 128
+"""Logits of which `Model.peaks` gives the largest: with fewer there are more peaks to look at, with more there is more behind each."""
 MAX_ADAPTERS = 63
 """Adapters that a model holds at a time."""
 
@@ -135,6 +137,11 @@ class Model(Protocol):
         Returns float32 (total outputs, n_vocab), rows in span order; the memory is reused by the next call.
         A row's bits depend on its own sequence only, not on what else is in the batch.
         Raises ValueError when the spans hold more than max_batch rows, or when two of them name the same slot.
+        """
+
+    def peaks(self) -> NDArray[np.float32]:
+        """Of the rows that the latest `forward` gave, before anybody has changed them: float32 (rows, ceil(n_vocab / PEAK)), the largest of
+        each PEAK successive logits, NaN where one of them is not finite. The memory is reused by the next call.
         """
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:

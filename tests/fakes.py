@@ -22,7 +22,7 @@ from localrun.engine.parts import Parts
 from localrun.messages import Load
 from localrun.models.errors import ModelFileError
 from localrun.models.lora import Adapter, Pair
-from localrun.models.model import BLOCK_TOKENS, MAX_ADAPTERS, ModelInfo, Progress, Span
+from localrun.models.model import BLOCK_TOKENS, MAX_ADAPTERS, PEAK, ModelInfo, Progress, Span
 from localrun.text.template import ChatTemplate
 from localrun.text.tokenizer import Tokenizer
 
@@ -179,6 +179,12 @@ class StateStore:
         self.values[slot], self.lengths[slot] = value, length
 
 
+def peaks_of(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """By definition: the largest of each PEAK logits, NaN where one is not finite."""
+    blocks = [row[first : first + PEAK] for first in range(0, len(row), PEAK)]
+    return np.array([block.max() if np.isfinite(block).all() else np.nan for block in blocks], np.float32)
+
+
 class FakeModel:
     """Deterministic logits from a hash of the sequence read back through its block table. With `state_bytes`, a state in a slot has its
     say, too; `pure`: it alone.
@@ -275,12 +281,16 @@ class FakeModel:
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
         after = self._write(spans)
         assert self.store is not None
-        out = []
+        out: list[NDArray[np.float32]] = []
         for s, values in zip(spans, after, strict=True):
             for i in s.outputs:
                 self._state = np.uint64(values[i] if values else 0)
                 out.append(self.logits(*self.store.read(s, s.start + int(i) + 1)))
+        self._peaks = np.array([peaks_of(row) for row in out], np.float32).reshape(len(out), -(-self.info.n_vocab // PEAK))
         return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+
+    def peaks(self) -> NDArray[np.float32]:
+        return self._peaks
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """A hash of the last position's entry, WIDTH numbers in -1..1; one for a model that ranks."""

@@ -53,7 +53,7 @@ class Beam(Undrafted):
     def started(self) -> list[FromRunner]:
         return self.search.started(self)
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
         for row in rows:
             self.candidates = logprobs_of(row, 0, 2 * self.search.n).top
         return 0

@@ -22,6 +22,8 @@ _OUTPUTS = 16.0
 _RATE = 0.3
 _DRIFT = 0.05
 """Of a pass's relative error, what is taken for a change of the whole machine's speed."""
+_WORTH = 0.02
+"""Steps that all cost the same, as those of streams do, need no look at what follows for other sizes each time."""
 _SURPRISE = 4.0
 """A pass this many times slower than expected is counted as so much slower only: a page fault or a suspended laptop is not a trend."""
 _HOPE = 1.5
@@ -45,6 +47,8 @@ class CostModel:
         self._measured: list[float | None] = [None] * len(self._knots)
         self._seconds = [0.0] * len(self._knots)
         """At every knot: what was measured, or what follows from the knots around it."""
+        self._moved = 0.0
+        """How far, relatively, measurements have moved since all that follows from them was worked out."""
         self._per_pairs = 0.0
         self._per_outputs = 0.0
 
@@ -106,10 +110,15 @@ class CostModel:
             for knot, before in enumerate(self._measured):
                 if before is not None:
                     weight = taking_part.get(knot)
-                    self._measured[knot] = before * drift if weight is None else max(1e-7, before + step * weight)
+                    now = before * drift if weight is None else max(1e-7, before + step * weight)
+                    self._measured[knot] = now
+                    self._seconds[knot] *= now / before
+                    self._moved += abs(now / before - drift)
             self._per_pairs = max(0.0, self._per_pairs + step * pairs)
             self._per_outputs = max(0.0, self._per_outputs + step * logits)
-        self._seconds = self._at_knots()
+            if self._moved < _WORTH:
+                return
+        self._seconds, self._moved = self._at_knots(), 0.0
 
     def _around(self, rows: int) -> tuple[int, int, float]:
         """The two knots around `rows`, and how far it lies from the first to the second (0..1)."""

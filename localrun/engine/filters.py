@@ -31,10 +31,10 @@ def cut_by_sigma(row: Floats, n: float) -> None:
     row[row < row.max() - np.float32(n) * finite.std(dtype=np.float64)] = -np.inf
 
 
-def truncate(row: Floats, o: Sampling) -> tuple[Ids, Logits64] | None:
-    """What top_k, typical_p, top_p and min_p leave of a row (n_vocab,), in that order; None when all are off."""
+def truncate(row: Floats, o: Sampling, peaks: Floats | None = None) -> tuple[Ids, Logits64] | None:
+    """What top_k, typical_p, top_p and min_p leave of a row (n_vocab,), in that order; None when all are off. peaks: see largest."""
     if o.top_k > 0:
-        ids = largest(row, o.top_k)
+        ids = largest(row, o.top_k, peaks)
         logits = row[ids].astype(np.float64)
         if o.typical_p < 1:
             keep = _typical(logits, o.typical_p)
@@ -44,7 +44,7 @@ def truncate(row: Floats, o: Sampling) -> tuple[Ids, Logits64] | None:
         ids = _typical_of_all(row, o.typical_p)
         return _nucleus(ids, row[ids].astype(np.float64), None, o)
     if o.top_p < 1 or o.min_p > 0:
-        return _nucleus_of_all(row, o)
+        return _nucleus_of_all(row, o, peaks)
     return None
 
 
@@ -65,7 +65,7 @@ def _nucleus(ids: Ids, logits: Logits64, total: float | None, o: Sampling) -> tu
     """top_p (Holtzman et al. 2019), then min_p (Nguyen et al. 2024). `total`: log of the whole mass, where `logits` are not all of it."""
     if o.top_p < 1:
         shares = softmax(logits) if total is None else np.exp(logits - total)
-        n = int(np.searchsorted(np.cumsum(shares), o.top_p, side="left")) + 1
+        n = int(shares.cumsum().searchsorted(o.top_p, side="left")) + 1
         ids, logits = ids[:n], logits[:n]
     if o.min_p > 0:
         n = max(1, int(np.count_nonzero(logits >= logits[0] + math.log(o.min_p))))
@@ -73,11 +73,11 @@ def _nucleus(ids: Ids, logits: Logits64, total: float | None, o: Sampling) -> tu
     return ids, logits
 
 
-def _nucleus_of_all(row: Floats, o: Sampling) -> tuple[Ids, Logits64]:
+def _nucleus_of_all(row: Floats, o: Sampling, peaks: Floats | None) -> tuple[Ids, Logits64]:
     total = log_sum_exp(row)
     size = _FIRST_SLICE
     while True:
-        ids = largest(row, size)
+        ids = largest(row, size, peaks)
         logits = row[ids].astype(np.float64)
         complete = len(ids) < size or size >= len(row)
         below_min_p = o.min_p > 0 and logits[-1] < logits[0] + math.log(o.min_p)

@@ -58,8 +58,9 @@ class Job(Protocol):
     def started(self) -> list[FromRunner]:
         """What to report when it is first scheduled."""
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
-        """Decides on the logits (n outputs, n_vocab), which it may change. Returns how many of the draft's tokens have proved right."""
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+        """Decides on the logits (n outputs, n_vocab), which it may change, as their peaks (see Model), where there are some. Returns how
+        many of the draft's tokens have proved right."""
 
     def shifted(self) -> None:
         """Its sequence has lost tokens in the middle."""
@@ -196,7 +197,7 @@ class Generation:
             )
         ]
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
         """Chooses row by row, for as long as what is chosen is what the draft had guessed: the same tokens as without a draft."""
         seq = self.seq
         if self.max_tokens == 0:
@@ -204,7 +205,8 @@ class Generation:
             return 0
         accepted, before = 0, len(seq.tokens)
         for i, row in enumerate(rows):
-            went_on = self._take_token(row, draft[i] if self.by_ratio and i < len(draft) else None, i)
+            guess = draft[i] if self.by_ratio and i < len(draft) else None
+            went_on = self._take_token(row, guess, i, None if peaks is None else peaks[i])
             accepted = i
             if not went_on or i >= len(draft) or seq.tokens[-1] != draft[i]:
                 break
@@ -213,7 +215,7 @@ class Generation:
             self.speculator.observe(seq.tokens[before:], accepted)
         return accepted
 
-    def _take_token(self, row: Floats, guess: int | None, ahead: int) -> bool:
+    def _take_token(self, row: Floats, guess: int | None, ahead: int, peaks: Floats | None) -> bool:
         """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use.
 
         guess: the `ahead`-th token of the draft, where the textbook rule decides on it.
@@ -223,10 +225,10 @@ class Generation:
         allowed = None if self.constraint is None else self.constraint.allowed()
         banned = self._banned.get(seq.position, ())
         if guess is None:
-            token = self.sampler.choose(row, seq.tokens, seq.position, allowed, banned)
+            token = self.sampler.choose(row, seq.tokens, seq.position, allowed, banned, peaks)
         else:
             q = self._guesses[ahead] if ahead < len(self._guesses) else Distribution.of(guess)
-            p = self.sampler.distribution(row, seq.tokens, seq.position, allowed, banned)
+            p = self.sampler.distribution(row, seq.tokens, seq.position, allowed, banned, peaks)
             token = ratio.verdict(p, q, guess, self.sampler.seed, seq.position)
         logprobs = None if raw is None else logprobs_of(raw, token, self.n_logprobs or 0)
         went_on = self._add(Chosen(token, logprobs))
@@ -376,7 +378,7 @@ class Evaluation(Undrafted):
     def started(self) -> list[FromRunner]:
         return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
         tokens, first = self.seq.tokens, self._first
         self._chunk = Evaluated(
             request_id=self.seq.request_id, first=first, tokens=tokens[first : first + len(rows)], nll=[], top_ids=[], top_logprobs=[]

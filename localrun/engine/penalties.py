@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from localrun.engine.selection import Floats
+from localrun.engine.selection import Floats, Ids
 from localrun.messages import Sampling
 
 _LONGEST_REPEAT = 256
@@ -26,33 +26,42 @@ class Penalties:
         self._o = options
         self._bias = list(options.logit_bias.items())
         self._banned = np.array(sorted(eog_ids) if options.ignore_eos else [], np.int64)
+        self._always = np.array([*options.logit_bias, *self._banned], np.int64)
         self._repetition = options.repeat_penalty != 1.0 or options.frequency_penalty != 0.0 or options.presence_penalty != 0.0
         self._is_breaker = is_breaker
 
-    def apply(self, row: Floats, tokens: Sequence[int]) -> None:
-        """Changes `row` (n_vocab,) for the token that follows `tokens`, in the order that sampler.py states."""
+    def apply(self, row: Floats, tokens: Sequence[int]) -> Ids:
+        """Changes `row` (n_vocab,) for the token that follows `tokens`, in the order that sampler.py states. Returns which entries it may
+        have changed."""
         o = self._o
+        changed = self._always
         for token, bias in self._bias:
             row[token] += bias
         if len(self._banned):
             row[self._banned] = -np.inf
         if self._repetition and o.repeat_last_n != 0:
-            self._penalise(row, _last(tokens, o.repeat_last_n))
+            changed = _joined(changed, self._penalise(row, _last(tokens, o.repeat_last_n)))
         if o.dry_multiplier > 0 and o.dry_penalty_last_n != 0:
-            for token, length in repeats(_last(tokens, o.dry_penalty_last_n), self._is_breaker).items():
+            found = repeats(_last(tokens, o.dry_penalty_last_n), self._is_breaker)
+            for token, length in found.items():
                 if length >= o.dry_allowed_length:
                     power = min((length - o.dry_allowed_length) * float(np.log(o.dry_base)), _MOST_EXPONENT)
                     row[token] -= np.float32(o.dry_multiplier * np.exp(power))
+            changed = _joined(changed, np.fromiter(found, np.int64, len(found)))
+        return changed
 
-    def _penalise(self, row: Floats, window: Sequence[int]) -> None:
+    def _penalise(self, row: Floats, window: Sequence[int]) -> Ids:
         """Repeat penalty: logits above 0 are divided by it, others multiplied; frequency per occurrence, presence once (as llama.cpp's)."""
-        counts = Counter(window)
-        ids = np.fromiter(counts.keys(), np.int64, len(counts))
-        times = np.fromiter(counts.values(), np.float32, len(counts))
+        o = self._o
+        counts = Counter(window) if o.frequency_penalty else set(window)
+        ids = np.fromiter(counts, np.int64, len(counts))
         values = row[ids]
-        penalty = np.float32(self._o.repeat_penalty)
+        penalty = np.float32(o.repeat_penalty)
         values = np.where(values > 0, values / penalty, values * penalty)
-        row[ids] = values - times * np.float32(self._o.frequency_penalty) - np.float32(self._o.presence_penalty)
+        if isinstance(counts, Counter):
+            values -= np.fromiter(counts.values(), np.float32, len(counts)) * np.float32(o.frequency_penalty)
+        row[ids] = values - np.float32(o.presence_penalty)
+        return ids
 
 
 def repeats(tokens: Sequence[int], is_breaker: Callable[[int], bool]) -> dict[int, int]:
@@ -80,6 +89,10 @@ def repeats(tokens: Sequence[int], is_breaker: Callable[[int], bool]) -> dict[in
                 break
             length += 1
         found[following] = max(found.get(following, 0), length)
+
+
+def _joined(a: Ids, b: Ids) -> Ids:
+    return np.concatenate([a, b]) if len(a) else b
 
 
 def _last(tokens: Sequence[int], n: int) -> Sequence[int]:

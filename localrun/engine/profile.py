@@ -1,7 +1,8 @@
 """Where the time of the engine's steps goes: `python -m localrun.engine.bench FILE --profile`.
 
 A real engine answers made-up prompts, several at once, with a model whose passes are timed (models/profile.py); the engine's own phases
-are timed around that. Everything but the pipe is as in a runner: tokenizer, sampler with its usual options, text of each token.
+are timed around that. Everything but the pipe is as in a runner: tokenizer, sampler with the usual options and a repeat penalty, text of
+each token.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def profile(model: RecordedModel, path: str, n_steps: int, parallel: int) -> lis
     intake = Intake(parts, n_blocks * BLOCK_TOKENS, engine.adapters)
     ids = np.random.default_rng(SEED).integers(0, model.info.n_vocab, (parallel, PROMPT))
     for i, prompt in enumerate(ids.tolist()):
-        sampling = Sampling(ignore_eos=True, seed=SEED)
+        sampling = Sampling(ignore_eos=True, seed=SEED, repeat_penalty=1.1)
         asked = Generate(request_id=str(i), prompt_tokens=prompt, sampling=sampling, max_tokens=n_steps + 4, draft_num_predict=0)
         engine.submit(intake.generation(asked))
     while any(seq.pending > 1 for seq in engine.scheduler.sequences):
@@ -113,13 +114,15 @@ def profile(model: RecordedModel, path: str, n_steps: int, parallel: int) -> lis
 
 
 def _parts(engine: TimedEngine, shares: list[Share], whole: float, n_steps: int) -> list[Part]:
-    """Kernels by kind first, most time first; then waiting, the engine's phases, and the whole."""
+    """Kernels by kind first, most time first; then waiting, the engine's phases, all that is neither kernels nor waiting, and the whole."""
     kernels = [Part(share.name, share.working_s / n_steps) for share in shares if share.calls]
     waiting = sum(share.waiting_s for share in shares) / n_steps
     spent = {name: seconds / n_steps for name, seconds in engine.spent.items()}
     around = spent.pop("forward") - waiting - sum(part.seconds for part in kernels)
-    rest = whole / n_steps - sum(spent.values()) - around - waiting - sum(part.seconds for part in kernels)
+    outside = whole / n_steps - waiting - sum(part.seconds for part in kernels)
+    rest = outside - sum(spent.values()) - around
     return [
         *kernels, Part("waiting for other threads", waiting), Part("Python around the pass", around),
-        *(Part(name, seconds) for name, seconds in spent.items()), Part("rest of the step", rest), Part("whole step", whole / n_steps),
+        *(Part(name, seconds) for name, seconds in spent.items()), Part("rest of the step", rest),
+        Part("all but kernels and waiting", outside), Part("whole step", whole / n_steps),
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from localrun.engine.filters import Logits64, cut_by_sigma, exclude_top, exclude
 from localrun.engine.mirostat import Mirostat
 from localrun.engine.penalties import Penalties
 from localrun.engine.ratio import Distribution
-from localrun.engine.selection import Floats, Ids, draw_from_all, largest, log_sum_exp
+from localrun.engine.selection import Floats, Ids, draw_from_all, highest, largest, log_sum_exp, look_again
 from localrun.errors import LocalrunError
 from localrun.messages import Sampling
 
@@ -71,14 +71,16 @@ class Sampler:
         position: int,
         allowed: NDArray[np.bool_] | None = None,
         banned: Sequence[int] = (),
+        peaks: Floats | None = None,
     ) -> int:
-        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place.
+        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place, and so are its peaks
+        (see Model), which make it quicker and the choice no other.
 
         allowed: a grammar's mask; banned: tokens that must not come at this position. Raises LocalrunError when the row holds NaN, or
         nothing is left to choose from.
         """
         o = self.options
-        best = self._prepare(row, tokens, allowed, banned)
+        best, peaks = self._prepare(row, tokens, allowed, banned, peaks)
         if o.temperature <= 0:
             return best
         if self._mirostat is not None:
@@ -87,7 +89,7 @@ class Sampler:
             index = self._draw(logits, position)
             self._mirostat.learn(logits, index)
             return int(ids[index])
-        kept = self._kept(row, position)
+        kept = self._kept(row, position, peaks)
         if kept is None:
             return draw_from_all(row * np.float32(1.0 / o.temperature), uniform(self.seed, position))
         ids, logits = kept
@@ -100,38 +102,45 @@ class Sampler:
         position: int,
         allowed: NDArray[np.bool_] | None = None,
         banned: Sequence[int] = (),
+        peaks: Floats | None = None,
     ) -> Distribution:
         """What `choose` draws from, for the same arguments; not with mirostat, whose cut is part of its draw."""
-        best = self._prepare(row, tokens, allowed, banned)
+        best, peaks = self._prepare(row, tokens, allowed, banned, peaks)
         if self.options.temperature <= 0:
             return Distribution(np.array([best]), np.ones(1))
-        kept = self._kept(row, position)
+        kept = self._kept(row, position, peaks)
         if kept is None:
             ids = np.flatnonzero(row > -np.inf)
             kept = ids, row[ids].astype(np.float64)
         return Distribution(kept[0], softmax(kept[1] / self.options.temperature))
 
-    def _prepare(self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None, banned: Sequence[int]) -> int:
-        """Penalties and prohibitions, in the row; the likeliest token that is left. Raises LocalrunError."""
-        self._penalties.apply(row, tokens)
+    def _prepare(
+        self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None, banned: Sequence[int], peaks: Floats | None
+    ) -> tuple[int, Floats | None]:
+        """Penalties and prohibitions, in the row; the likeliest token that is left, and the peaks that are. Raises LocalrunError."""
+        changed = self._penalties.apply(row, tokens)
         if allowed is not None:
             row[~allowed[: len(row)]] = -np.inf
+            peaks = None
         for token in banned:
             row[token] = -np.inf
-        best = int(row.argmax())  # the first NaN, if there is one
+        if peaks is not None and (len(changed) or banned):
+            look_again(row, peaks, np.concatenate([changed, np.array(banned, np.int64)]) if banned else changed)
+        best = highest(row, peaks)
         if not math.isfinite(row[best]):
             raise LocalrunError(
                 "the model's output is not a number" if row[best] != -np.inf else _no_way_on(allowed is not None, bool(banned))
             )
-        return best
+        return best, peaks
 
-    def _kept(self, row: Floats, position: int) -> tuple[Ids, Logits64] | None:
+    def _kept(self, row: Floats, position: int, peaks: Floats | None) -> tuple[Ids, Logits64] | None:
         """The candidates that the truncations leave, temperature still to come; None: all that is finite in the row."""
         o = self.options
         excludes = o.xtc_probability > 0 and uniform(self.seed, position, _XTC_STREAM) < o.xtc_probability
         if o.top_n_sigma > 0:
             cut_by_sigma(row, o.top_n_sigma)
-        kept = truncate(row, o)
+            peaks = None
+        kept = truncate(row, o, peaks)
         if kept is None:
             if excludes:
                 exclude_top_of_all(row, o.xtc_threshold)
@@ -150,8 +159,8 @@ class Sampler:
 
     def _draw(self, logits: Logits64, position: int) -> int:
         """An index into `logits`."""
-        cumulated = np.cumsum(softmax(logits))
-        return min(int(np.searchsorted(cumulated, uniform(self.seed, position) * cumulated[-1], side="right")), len(logits) - 1)
+        cumulated = softmax(logits).cumsum()
+        return min(int(cumulated.searchsorted(uniform(self.seed, position) * cumulated[-1], side="right")), len(logits) - 1)
 
 
 def _no_way_on(by_grammar: bool, by_bans: bool) -> str:

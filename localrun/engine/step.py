@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate, repeat
 
 import numpy as np
 
@@ -369,8 +370,7 @@ class Engine:
         logits = self._pass(plan, spans, self.model.forward)
         if logits is None:
             return None
-        ends = np.cumsum([len(span.outputs) for span in spans])
-        return np.split(logits, ends[:-1])
+        return _split(logits, [len(span.outputs) for span in spans])
 
     def _pass(self, plan: Plan, spans: list[Span], run: Callable[[list[Span]], Floats]) -> Floats | None:
         """What the model gives; None when it failed, and with it every job in the pass."""
@@ -416,14 +416,17 @@ class Engine:
     def _sample(self, plan: Plan, logits: list[Floats]) -> list[Slice]:
         """Lets every job decide on its rows. Those that cannot fail alone."""
         taken = []
-        for s, rows in zip(plan.slices, logits, strict=True):
+        counts = [len(rows) for rows in logits]
+        chooses = any(n and not s.seq.wants_all_rows for s, n in zip(plan.slices, counts, strict=True))
+        all_peaks: Iterable[Floats | None] = _split(self.model.peaks(), counts) if chooses else repeat(None, len(counts))
+        for s, rows, peaks in zip(plan.slices, logits, all_peaks, strict=True):
             if s.seq.request_id not in self._jobs:
                 continue
             s.seq.computed = s.start + s.count
             s.seq.draft = []
             try:
                 job = self._job(s.seq)
-                s.seq.computed += job.take(rows, s.draft)
+                s.seq.computed += job.take(rows, s.draft, peaks)
                 if s.seq.computed >= len(s.seq.tokens) and not job.done and not isinstance(job, Beam):
                     self.cache.rewind(s.seq, len(s.seq.tokens) - 1)
             except Exception as error:
@@ -478,6 +481,12 @@ class Engine:
             self.drafter.forget(job.seq.request_id)
         del self._jobs[job.seq.request_id]
         self._reported.discard(job.seq.request_id)
+
+
+def _split(rows: Floats, counts: list[int]) -> list[Floats]:
+    """The first counts[0] rows, the next counts[1], ..."""
+    ends = list(accumulate(counts))
+    return [rows[end - n : end] for end, n in zip(ends, counts, strict=True)]
 
 
 def _images_in(s: Slice) -> tuple[tuple[int, Floats], ...]:

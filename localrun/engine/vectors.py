@@ -88,7 +88,7 @@ class Pooled(Undrafted):
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
         raise AssertionError("a text that is pooled wants no logits")
 
     def cancelled(self, now: float) -> Finished:

@@ -32,7 +32,7 @@ class Preparation(Undrafted):
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def take(self, rows: Floats, draft: tuple[int, ...]) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
         self.done = not self.seq.pending
         return 0
 

@@ -115,8 +115,10 @@ def test_the_time_of_a_step_is_split_up_whole(shared: Path, capsys: pytest.Captu
     words = ["--profile", "-n", "5", "-np", "3", "-t", "2", "-o", "json", "--cache-dir", os.environ["LOCALRUN_CACHE"]]
     assert main([*words, str(file)]) == 0
     split = {part["part"]: part for part in json.loads(capsys.readouterr().out)}
-    whole = split.pop("whole step")
+    whole, outside = split.pop("whole step"), split.pop("all but kernels and waiting")
     assert sum(part["ms"] for part in split.values()) == pytest.approx(whole["ms"])
+    phases = ("Python around the pass", "schedule", "prepare", "sample", "commit", "rest of the step")
+    assert sum(split[name]["ms"] for name in phases) == pytest.approx(outside["ms"])
     with open_gguf(file) as gguf:
         ffn_type = FORMATS[gguf.tensors["blk.0.ffn_up.weight"].type].name
     kernels = {"embed", "attn_norm", "rope_kv", "attention", f"ffn_up {ffn_type}", "output_norm"}

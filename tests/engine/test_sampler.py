@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from localrun.engine.draws import draw_seed, mix, uniform
 from localrun.engine.penalties import repeats
 from localrun.engine.sampler import Sampler, logprobs_of
-from localrun.engine.selection import draw_from_all, largest, log_sum_exp
+from localrun.engine.selection import draw_from_all, highest, largest, log_sum_exp
 from localrun.errors import LocalrunError
 from localrun.messages import Sampling
+from localrun.models.model import PEAK
+from tests.fakes import peaks_of
 
 Row = NDArray[np.float32]
 
@@ -94,6 +96,15 @@ def test_largest_of_a_masked_row(row: Row, k: int, seed: int) -> None:
 
 
 @settings(deadline=None)
+@given(rows_of(1, 127, 128, 129, 1000, 20_000, 20_480), st.integers(0, 90), st.sampled_from([0.0, 0.5, 0.999]), st.integers(0, 100))
+def test_largest_behind_peaks(row: Row, k: int, masked: float, seed: int) -> None:
+    row[np.random.default_rng(seed).random(len(row)) < masked] = -np.inf
+    tops = np.array([row[first : first + PEAK].max() for first in range(0, len(row), PEAK)])
+    assert largest(row, k, tops).tolist() == largest(row, k).tolist()
+    assert highest(row, tops) == highest(row)
+
+
+@settings(deadline=None)
 @given(rows)
 def test_log_sum_exp(row: Row) -> None:
     exact = math.log(sum(math.exp(float(x) - float(row.max())) for x in row)) + float(row.max())
@@ -131,6 +142,38 @@ def test_only_what_the_filters_leave_is_drawn(row: Row, o: Sampling) -> None:
     allowed = slow_distribution(row, o).keys() | slow_distribution(row, looser).keys()
     drawn = {Sampler(o, o.seed or 0).choose(row.copy(), [], position) for position in range(20)}
     assert drawn <= allowed
+
+
+def chosen(o: Sampling, row: Row, tokens: list[int], mask: NDArray[np.bool_] | None, banned: list[int], peaks: Row | None) -> object:
+    """The token, or why there is none."""
+    try:
+        return Sampler(o, o.seed or 0, eog_ids=[3, 4]).choose(row.copy(), tokens, len(tokens), mask, banned, peaks)
+    except LocalrunError as error:
+        return str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows_of(5, 300, 5000, 20_000), options, st.sampled_from([1.0, 1.3]), st.sampled_from([0.0, 1.0]), st.booleans(),
+    st.lists(st.integers(0, 40), max_size=20), st.lists(st.integers(0, 4), max_size=2), st.booleans(),
+    st.sampled_from([None, np.nan, np.inf]), st.integers(0, 10_000),
+)  # fmt: skip
+def test_peaks_change_no_choice(
+    row: Row, o: Sampling, repeat: float, dry: float, eos: bool, tokens: list[int], banned: list[int], masked: bool, bad: float | None,
+    seed: int,
+) -> None:  # fmt: skip
+    n, random = len(row), np.random.default_rng(seed)
+    tokens = [token * 7919 % n for token in tokens]
+    bias = {int(random.integers(n)): float(random.choice([-100.0, 5.0]))} if seed % 2 else {}
+    mask = random.random(n) < 0.1 if masked else None
+    if bad is not None and seed % 5 == 0:
+        row[random.integers(n)] = bad
+    o = msgspec.structs.replace(
+        o, repeat_penalty=repeat, dry_multiplier=dry, dry_allowed_length=1, ignore_eos=eos, logit_bias=bias, presence_penalty=repeat - 1
+    )
+    with np.errstate(invalid="ignore"):
+        expected = chosen(o, row, tokens, mask, banned, None)
+    assert chosen(o, row, tokens, mask, banned, peaks_of(row)) == expected
 
 
 @pytest.mark.parametrize(
