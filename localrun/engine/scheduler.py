@@ -158,13 +158,22 @@ class Scheduler:
         return plan
 
     def _time_for(self, plan: Plan) -> float:
-        """How long the step may take. Where the streams alone take most of the target, prompts get as much time again: with a few rows a
-        step they would cost the streams nearly as much, and never be read."""
+        """How long the step may take."""
         if not plan.slices:
             return self.alone_s
-        if not self.cost.knows(plan.rows):
+        return self._time_beside(len(plan.slices), sum(s.start for s in plan.slices))
+
+    def _time_beside(self, streams: int, attended: int) -> float:
+        """The target, but where the streams' next tokens alone (no drafts) take most of it, prompts get as much time again: with a few rows
+        a step they would cost the streams nearly as much, and never be read."""
+        if not self.cost.knows(streams):
             return self.target_s
-        return max(self.target_s, 2 * self.cost.predict(plan.rows, plan.attended, plan.outputs))
+        return max(self.target_s, 2 * self.cost.predict(streams, attended, streams))
+
+    def time_for_drafts(self, decoding: list[Sequence]) -> float:
+        """How long a step may become by drafts of these sequences: half of its time where prompts are to be read, too."""
+        time_s = self._time_beside(len(decoding), sum(seq.computed for seq in decoding))
+        return time_s / 2 if len(decoding) < len(self.running) or self.waiting else time_s
 
     def _searches(self) -> dict[str, int]:
         """Beam searches that have begun: how many places each needs."""

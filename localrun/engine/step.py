@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate, repeat
+from math import inf
 
 import numpy as np
 
@@ -315,21 +316,22 @@ class Engine:
         rows, attended = len(decoding), sum(seq.computed for seq in decoding)
         if not self.cost.knows(rows):
             return
+        most_s = self.scheduler.time_for_drafts(decoding)
         for seq in decoding:
             room = min(seq.limit - len(seq.tokens) - 1, self.model.info.max_batch - rows)
-            seq.draft = self._job(seq).draft(self._cost_of_more(rows, attended, seq.computed), len(decoding) - 1, room)
+            seq.draft = self._job(seq).draft(self._cost_of_more(rows, attended, seq.computed, most_s), len(decoding) - 1, room)
             rows += len(seq.draft)
             attended += len(seq.draft) * seq.computed
         if self.drafter is not None and not self.drafter.failed:
-            self._ask_the_draft_model(self.drafter, decoding, rows, attended)
+            self._ask_the_draft_model(self.drafter, decoding, rows, attended, most_s)
 
-    def _ask_the_draft_model(self, drafter: Drafter, decoding: list[Sequence], rows: int, attended: int) -> None:
+    def _ask_the_draft_model(self, drafter: Drafter, decoding: list[Sequence], rows: int, attended: int, most_s: float) -> None:
         """Guesses for those whose own past suggests nothing."""
         wishes = []
         guess_s = drafter.seconds(len(decoding)) / max(1, len(decoding))
         for seq in decoding:
             room = min(seq.limit - len(seq.tokens) - 1, self.model.info.max_batch - rows)
-            cost = self._cost_of_more(rows, attended, seq.computed)
+            cost = self._cost_of_more(rows, attended, seq.computed, most_s)
             most = 0 if seq.draft else self._job(seq).wish(cost, guess_s, len(decoding) - 1, room)
             if most:
                 wishes.append(Wish(seq, self._job(seq), most))
@@ -342,11 +344,17 @@ class Engine:
         for wish, guessed in zip(wishes, guesses, strict=True):
             wish.seq.draft = guessed
             if guessed:
-                cost = self._cost_of_more(rows - wish.most, attended, wish.seq.computed)
+                cost = self._cost_of_more(rows - wish.most, attended, wish.seq.computed, inf)
                 self._job(wish.seq).guessed(len(guessed), cost, spent_s)
 
-    def _cost_of_more(self, rows: int, attended: int, per_row: int) -> Callable[[int], float]:
-        return lambda k: self.cost.predict(rows + k, attended + k * per_row, rows + k)
+    def _cost_of_more(self, rows: int, attended: int, per_row: int, most_s: float) -> Callable[[int], float]:
+        """Seconds of the pass with k more rows; more than most_s is as good as never."""
+
+        def cost(k: int) -> float:
+            seconds = self.cost.predict(rows + k, attended + k * per_row, rows + k)
+            return seconds if seconds <= most_s or not k else inf
+
+        return cost
 
     def _prepare(self, plan: Plan) -> list[Span]:
         return [

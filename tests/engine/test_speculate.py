@@ -133,6 +133,39 @@ def learned(success: float, n: int = 200) -> Speculator:
     return speculator
 
 
+def test_drafts_leave_prompts_their_share_of_the_target() -> None:
+    """Three streams whose drafts would fill the step's whole time, and a long prompt: nobody waits for both one after the other."""
+    clock = FakeClock()
+
+    def cost(rows: int, attended: int) -> float:
+        return 0.045 + 0.003 * rows
+
+    reply = "around and around it goes, " * 60
+    harness = Harness(ScriptedModel(reply, clock=clock, cost=cost, max_batch=512), 400, clock=clock)
+    streams = [harness.ask(f"{i} ", temperature=0, max_tokens=1000) for i in range(3)]
+    times: list[list[float]] = [[], [], []]
+
+    def step() -> None:
+        heard = [len(stream.pieces) for stream in streams]
+        harness.step()
+        for stream, n, at in zip(streams, heard, times):
+            if len(stream.pieces) > n:
+                at.append(clock())
+
+    while min(map(len, times)) < 12:
+        step()
+    asked = clock()
+    long = harness.ask("x" * 1500, temperature=0, max_tokens=2)
+    while not long.pieces:
+        step()
+    worst = max(b - a for at in times for a, b in zip(at, at[1:]) if b > asked)
+    assert worst < 0.25
+    assert clock() - asked < 3 * (0.045 * 8 + 0.003 * 1500), "half of the time at least is the prompt's"
+    assert all(stream.finished is None for stream in streams)
+    harness.run()
+    assert all(stream.finished is not None and stream.finished.accepted_tokens > 500 for stream in streams), "drafts have paid"
+
+
 @pytest.mark.parametrize(
     ("success", "per_row", "expected"),
     [(1.0, 0.0, 8), (1.0, 0.3, 8), (1.0, 1.0, 0), (0.5, 0.02, 8), (0.5, 0.6, 0), (0.0, 0.05, 0)],
