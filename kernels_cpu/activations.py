@@ -19,6 +19,7 @@ from typing import Any
 
 import numba
 
+from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER, TILE_PAIR, TILE_SUPER
 from localrun.kernels_cpu.simd import (
     f32_to_i32,
     i32_to_i8,
@@ -37,15 +38,6 @@ from localrun.kernels_cpu.simd import (
     vround,
 )
 
-SUPER = 320
-"""Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
-META = 28
-"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of
-either half."""
-TILE_SUPER = 16 * SUPER
-TILE_PAIR = 1024 + 256
-MANY = 9
-"""Tokens from which on matrix instructions pay, though they work on sixteen: plain tiles take eight at a time."""
 TINY = 1e-30
 """Smaller activations are zero: 127 / max|x| must be finite."""
 
@@ -159,9 +151,3 @@ def give(row: int, n: int, args: int, t: int, tokens: int) -> None:
         if target != row:
             for i in range((n + 15) >> 4):
                 store(target + i * 64, load_f32x16(row + i * 64))
-
-
-def tile_bytes(kind: str, n: int, max_tokens: int) -> int:
-    """Bytes of the tiles of a batch; 0 for kind 'f'."""
-    blocks = -(-max_tokens // 16)
-    return {"256": n // 256 * TILE_SUPER, "32": -(-n // 64) * TILE_PAIR, "f": 0}[kind] * blocks

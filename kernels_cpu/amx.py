@@ -20,12 +20,23 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from localrun.kernels_cpu.activations import TILE_PAIR, TILE_SUPER
+from localrun.kernels_cpu.activation_sizes import TILE_PAIR, TILE_SUPER
+from localrun.kernels_cpu.amx_sizes import (
+    CONFIG,
+    DEPTH,
+    DEPTH_32,
+    FLOATS,
+    PART_BYTES,
+    PART_BYTES_32,
+    PARTS,
+    ROWS,
+    SUMS,
+)
 from localrun.kernels_cpu.expand import expand_32, expand_256
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import AHEAD, PACKINGS
+from localrun.kernels_cpu.pack import AHEAD
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
     load_f16x16,
@@ -49,25 +60,8 @@ from localrun.kernels_cpu.simd import (
     zeros_f32,
     zeros_i32,
 )
+from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.tiles_table import block_scale
-
-ROWS = 16
-"""Tokens of a tile."""
-DEPTH, DEPTH_32 = 3, 32
-"""Blocks of a row that are taken at a time."""
-PART_BYTES, PART_BYTES_32 = 8192 + 64 * 10, 512 + 64 * 2
-"""An expanded block: its bytes, then scales and minima as they are multiplied."""
-MOST_GROUPS = 8
-MOST_TOKENS = 512
-CONFIG, SUMS, PARTS = 0, 64, 64 + 4096
-FLOATS = PARTS + max(DEPTH * PART_BYTES, DEPTH_32 * PART_BYTES_32)
-"""Scratch: tile configuration, products, expanded weights, then 64 bytes of float sums a group and token."""
-
-
-def scratch_bytes() -> int:
-    """Scratch memory a thread needs."""
-    return FLOATS + MOST_GROUPS * MOST_TOKENS * 64
-
 
 # ---- instructions -------------------------------------------------------------------------------------------------------------
 

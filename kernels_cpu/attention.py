@@ -14,9 +14,10 @@ import numba
 import numpy as np
 
 from localrun.kernels_cpu import head as H
+from localrun.kernels_cpu.attention_sizes import ALIBI, BOTH, FRAME, FURTHER, PART, QUERIES, STEP, TABLE_BIAS
 from localrun.kernels_cpu.elementwise import _prepare
 from localrun.kernels_cpu.isa import Isa
-from localrun.kernels_cpu.kv import BLOCK, Codec, head_bytes, room
+from localrun.kernels_cpu.kv import Codec
 from localrun.kernels_cpu.math import tanh, vexp
 from localrun.kernels_cpu.octets import baked
 from localrun.kernels_cpu.simd import (
@@ -44,17 +45,9 @@ from localrun.kernels_cpu.simd import (
     where,
     zeros_f32,
 )
+from localrun.kernels_cpu.sizes import BLOCK, head_bytes, room
 
-STEP = 64
-PART = 512
-TILE_ROWS = 8
-QUERIES = 8
-"""Query vectors (row x head of the group) that share one read of K and V."""
 MASKED = -1e30
-BOTH, FURTHER = 1, 2
-"""What rows see besides what comes before them: the whole sequence, or so many positions as each one's own end says."""
-ALIBI, TABLE_BIAS = 1, 2
-"""What may be added to scores by distance: a slope a head, or values from a table a head (T5)."""
 
 f = numba.float32
 i64 = numba.int64
@@ -63,17 +56,6 @@ _LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 # A thread's working memory: a frame of int64 words that say what the chunk works on, then the buffers they point to.
 TABLE, POOL, POOL_BLOCK, K_OFFSET, V_OFFSET, DIM, WIDE, WINDOW, LAST, CAP = range(0, 80, 8)
 Q, Q_BYTES, SCORES, OUT, STATE, POSITIONS, ALONE, END = range(80, 144, 8)
-FRAME = 192
-
-
-def scratch_bytes(dim: int, dim_v: int) -> int:
-    """Scratch memory a thread needs for `attention`."""
-    return FRAME + QUERIES * (room(dim) * 4 + STEP * 4 + 2 * room(dim_v) * 4 + 2 * 8 + 8 + 8 + 8)
-
-
-def partial_bytes(n_heads: int, dim_v: int) -> int:
-    """Memory that one part of one row needs: per head 64 bytes of maximum and sum, then the unfinished output."""
-    return n_heads * (64 + room(dim_v) * 4)
 
 
 @numba.njit

@@ -1,10 +1,8 @@
-"""From a kernel's Python to machine code in memory, through a cache of object files.
+"""From a kernel's Python to an image of machine code.
 
 A kernel is made by a factory, `factory(isa, *params)`, that returns a function `f(args, head, chunk, thread)` of four int64 for Numba.
 Numba types and lowers it, LLVM optimises it for the chosen instruction set (not for the host, so that every set can be tried on one
-machine), and the object file is kept under a name that holds a hash of everything the code depends on: the sources of the kernel's module
-and of what it imports, Numba, llvmlite and the CPU's features.
-Loading from the cache needs llvmlite only, neither Numba nor a compiler.
+machine), and link.py makes of the object file what library.py keeps and loads. Only compiling processes come here.
 
     void kernel(i64 args, i64 head, i64 chunk, i64 thread)
 
@@ -15,57 +13,21 @@ thread runs it (for scratch memory). What the arguments mean is said by each ker
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import importlib
-import json
-import os
-import queue
-import re
-import shutil
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import llvmlite
 import llvmlite.binding as llvm
 
-from localrun.kernels_cpu import isa as isas
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.link import Image, image
+from localrun.kernels_cpu.spec import KernelSpec
 
-Progress = Callable[[str, int, int], None]
-COMPILE_TIMEOUT_S = 300
-KEEP_FOLDERS = 10
-KEEP_OBJECTS = 10
-"""Of one kernel, made from different sources."""
 ENTRY = "kernel"
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """Which kernel: `factory` in module `module` of this package, with its compile-time parameters."""
-
-    module: str
-    factory: str
-    params: tuple[int | str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "-".join([self.module, self.factory, *map(str, self.params)])
-
-
-class CompileError(Exception):
-    """A kernel could not be compiled or loaded."""
-
-
-# ---- compiling ----------------------------------------------------------------------------------------------------------------
 
 
 def kernel_ir(spec: KernelSpec, isa: Isa) -> str:
@@ -193,16 +155,23 @@ more if the last that stays is odd, and by the difference of the exponents' bias
 _HELPERS = (ENTRY, "__extendhfsf2", "__truncsfhf2")
 
 
+def _triple() -> str:
+    """This machine's, with ELF for the form of object files."""
+    triple = llvm.get_default_triple()
+    return f"{triple}-elf" if sys.platform in ("darwin", "win32") else triple
+
+
 def target_machine(isa: Isa, triple: str | None = None) -> llvm.TargetMachine:
-    """LLVM's code generator for that instruction set."""
-    target = llvm.Target.from_triple(triple) if triple else llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="default", codemodel="jitdefault", jit=True)
+    """LLVM's code generator for that instruction set. Its code runs wherever it is put, so constants are read by their distance."""
+    cpu, features = isa.target
+    target = llvm.Target.from_triple(triple or _triple())
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small")
 
 
 def optimise(text: str, machine: llvm.TargetMachine, triple: str | None = None) -> llvm.ModuleRef:
     """Parses IR and runs LLVM's -O3 over it with everything but ENTRY (and what only the code generator calls) made internal."""
     module = llvm.parse_assembly(text)
-    module.triple = triple or llvm.get_default_triple()
+    module.triple = triple or _triple()
     module.data_layout = str(machine.target_data)
     for function in module.functions:
         if not function.is_declaration and function.name not in _HELPERS:
@@ -223,10 +192,10 @@ def optimise(text: str, machine: llvm.TargetMachine, triple: str | None = None) 
     return module
 
 
-def compile_object(spec: KernelSpec, isa: Isa) -> bytes:
-    """The kernel's object file. Imports Numba; takes from a few tenths of a second to a few seconds."""
+def compile_image(spec: KernelSpec, isa: Isa) -> Image:
+    """The kernel's image. Imports Numba; takes from a few tenths of a second to a few seconds."""
     machine = target_machine(isa)
-    return machine.emit_object(optimise(kernel_ir(spec, isa), machine))
+    return image(machine.emit_object(optimise(kernel_ir(spec, isa), machine)), ENTRY)
 
 
 def inspect_asm(spec: KernelSpec, isa: Isa, triple: str | None = None) -> str:
@@ -236,233 +205,3 @@ def inspect_asm(spec: KernelSpec, isa: Isa, triple: str | None = None) -> str:
         llvm.initialize_all_asmprinters()
     machine = target_machine(isa, triple)
     return machine.emit_assembly(optimise(kernel_ir(spec, isa), machine, triple))
-
-
-# ---- the cache ----------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _fingerprint(module: str) -> str:
-    """Hash of the sources that a kernel of that module is made from: the module and, of this package, whatever it imports, directly or not.
-
-    So a change in one kernel leaves the objects of the others valid.
-    """
-    here = Path(__file__).parent
-    seen: dict[str, bytes] = {}
-    waiting = [module, "compile", "isa", *(path.stem for path in here.glob("isa_*.py"))]
-    while waiting:
-        name = waiting.pop()
-        if name not in seen and (found := _source(here, name)) is not None:
-            seen[name], imports = found
-            waiting.extend(imports)
-    digest = hashlib.sha256()
-    for name in sorted(seen):
-        digest.update(name.encode() + b"\0" + seen[name])
-    return digest.hexdigest()[:16]
-
-
-@functools.cache
-def _source(here: Path, name: str) -> tuple[bytes, tuple[str, ...]] | None:
-    """What a module of this package holds and which others it may import; None: there is no such module."""
-    path = here.joinpath(*name.split(".")).with_suffix(".py")
-    if not path.exists():
-        path = here.joinpath(*name.split("."), "__init__.py")
-        if not path.exists():
-            return None
-    source = path.read_bytes()
-    return source, tuple(_imports(source.decode()))
-
-
-_IMPORT = re.compile(rf"\b{re.escape(__name__.rpartition('.')[0])}(?:\.([\w.]+))?(?:\s+import\s+(\([^)]*\)|[^\n]*))?")
-
-
-def _imports(source: str) -> Iterator[str]:
-    """Modules of this package that a source names, and names taken from them, which may be modules too.
-
-    Every mention counts, also one in a text: a dependency too many does no harm, and each load of a model waits for this, which parsing
-    would make thirty times slower.
-    """
-    for module, names in _IMPORT.findall(source):
-        if module:
-            yield module
-        prefix = f"{module}." if module else ""
-        yield from (prefix + name for name in re.findall(r"\w+", names))
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    """Versions of the libraries that make machine code of a kernel."""
-    from importlib.metadata import version
-
-    return version("numba"), llvmlite.__version__
-
-
-def cache_folder(root: Path, isa: Isa) -> Path:
-    """Where object files for this instruction set are kept under `root`, those of the installed Numba and llvmlite."""
-    libraries = (*_installed(), sys.platform, sys.maxsize, isa.name, isa.cpu, isa.features)
-    return root / "kernels" / f"{isa.name}-{hashlib.sha256(repr(libraries).encode()).hexdigest()[:16]}"
-
-
-def object_path(root: Path, isa: Isa, spec: KernelSpec) -> Path:
-    """Where the kernel's object is kept under `root`, as it is made from the sources as they are now."""
-    return cache_folder(root, isa) / f"{spec.name}.{_fingerprint(spec.module)}.o"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """An object behind its hash; whole or not at all, also when two processes compile the same kernel."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(hashlib.sha256(data).digest() + data)
-    part.replace(path)
-
-
-def _read(path: Path) -> bytes | None:
-    """The object in a file of the cache; None when there is none or it is damaged (loading it would end the process)."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, data = content[:32], content[32:]
-    return data if digest == hashlib.sha256(data).digest() else None
-
-
-def _worker() -> None:
-    """A compiling process: specs as JSON lines on stdin, one answer line each on stdout."""
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            spec = KernelSpec(job["module"], job["factory"], tuple(job["params"]))
-            _write(Path(job["path"]), compile_object(spec, isas.build(job["isa"])))
-            answer: dict[str, str] = {}
-        except Exception as error:  # reported to the parent, which raises it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Runs one compiling process until there are no jobs left."""
-    command = [sys.executable, "-c", "from localrun.kernels_cpu.compile import _worker; _worker()"]
-    package_root = str(Path(importlib.import_module("localrun").__file__ or "").parent.parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-            assert process.stdin and process.stdout
-            while True:
-                job = jobs.get_nowait()
-                watchdog = threading.Timer(COMPILE_TIMEOUT_S, process.kill)
-                watchdog.start()
-                try:
-                    process.stdin.write(json.dumps(job) + "\n")
-                    process.stdin.flush()
-                    line = process.stdout.readline()
-                finally:
-                    watchdog.cancel()
-                answers.put({"name": job["name"], **(json.loads(line) if line else {"error": "the compiling process ended"})})
-                if not line:
-                    return
-    except queue.Empty:
-        pass
-    except OSError as error:
-        answers.put({"name": "", "error": f"the compiling process ended: {error}"})
-
-
-def _forget_oldest(folder: Path) -> None:
-    """Removes the folders of earlier libraries and settings beyond the KEEP_FOLDERS used last, and objects of earlier sources likewise."""
-    versions: dict[str, list[Path]] = {}
-    for path in folder.glob("*.o"):
-        versions.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
-    for paths in versions.values():
-        for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[KEEP_OBJECTS:]:
-            old.unlink(missing_ok=True)
-    folders = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in folders[KEEP_FOLDERS:]:
-        if old != folder:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def ensure_compiled(specs: Iterable[KernelSpec], isa: Isa, root: Path, *, n_workers: int = 2, progress: Progress | None = None) -> None:
-    """Compiles, in parallel processes, those of `specs` that the cache (see `object_path`) does not hold undamaged.
-
-    progress: called with ('compiling kernels', done, total) as each one is finished.
-    Raises CompileError naming the first kernel that failed.
-    """
-    folder = cache_folder(root, isa)
-    missing = [spec for spec in dict.fromkeys(specs) if _read(object_path(root, isa, spec)) is None]
-    if not missing:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    os.utime(folder)
-    _forget_oldest(folder)
-    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    for spec in missing:
-        jobs.put(
-            {"name": spec.name, "module": spec.module, "factory": spec.factory, "params": list(spec.params), "isa": isa.name,
-             "path": str(object_path(root, isa, spec))}
-        )
-    workers = [threading.Thread(target=_feed, args=(jobs, answers)) for _ in range(min(n_workers, len(missing)))]
-    for worker in workers:
-        worker.start()
-    failures = []
-    if progress:
-        progress("compiling kernels", 0, len(missing))
-    for done in range(1, len(missing) + 1):
-        answer = answers.get(timeout=2 * COMPILE_TIMEOUT_S)
-        if "error" in answer:
-            failures.append(f"kernel {answer['name']}: {answer['error']}")
-            with contextlib.suppress(queue.Empty):  # what is not begun need not be
-                while True:
-                    jobs.get_nowait()
-            break
-        if progress:
-            progress("compiling kernels", done, len(missing))
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise CompileError(failures[0])
-
-
-# ---- loading ------------------------------------------------------------------------------------------------------------------
-
-
-class KernelLibrary:
-    """Kernels of one instruction set, loaded into this process; addresses stay valid as long as the object lives."""
-
-    def __init__(self, isa: Isa, root: Path, *, n_workers: int = 2) -> None:
-        self.isa = isa
-        self._root = root
-        self._n_workers = n_workers
-        self._engines: list[Any] = []
-        self._addresses: dict[KernelSpec, int] = {}
-
-    def compile(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> None:
-        """Compiles what is not cached, for a later `load` to be quick. Raises CompileError. Any thread may call it."""
-        ensure_compiled(specs, self.isa, self._root, n_workers=self._n_workers, progress=progress)
-
-    def load(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> dict[KernelSpec, int]:
-        """Addresses of the kernels, compiling what is not cached. Raises CompileError."""
-        wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._addresses]
-        self.compile(wanted, progress)
-        for spec in wanted:
-            self._addresses[spec] = self._link(spec, object_path(self._root, self.isa, spec))
-        return dict(self._addresses)
-
-    def address(self, spec: KernelSpec) -> int:
-        """Address of one kernel, see `load`."""
-        return self.load([spec])[spec]
-
-    def _link(self, spec: KernelSpec, path: Path) -> int:
-        data = _read(path)
-        if data is None:
-            raise CompileError(f"kernel {spec.name}: the object just written to {path} cannot be read back")
-        try:
-            engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(self.isa))
-            engine.add_object_file(llvm.ObjectFileRef.from_data(data))
-            engine.finalize_object()
-            address = int(engine.get_function_address(ENTRY))
-        except RuntimeError as error:
-            raise CompileError(f"kernel {spec.name}: the object {path} cannot be loaded: {error}") from error
-        if not address:
-            raise CompileError(f"kernel {spec.name}: the object {path} holds no kernel")
-        self._engines.append(engine)
-        return address

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from localrun.kernels_cpu.isa import Isa, Lower
+from localrun.kernels_cpu import isa_avx2, isa_avx512, isa_generic, isa_neon
+from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.simd import i16x32, pointer, splat, tile_map, u8x64
 
+Lower = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+Lookup = Callable[[ir.IRBuilder, tuple[int, ...], ir.Value], ir.Value]
+
 _i32 = ir.IntType(32)
+
+
+def _operations(name: str) -> tuple[Lower, Lower, Lower, Lookup]:
+    """By an instruction set's name:
+
+    (builder, acc i32x16, w u8x64, x i8x64) -> acc + sums of four products, for w up to 127; the same for w up to 255;
+    (builder, acc i32x16, a i16x32, b i16x32) -> acc + sums of two products;
+    (builder, table of 16 bytes, index u8x64 below 16) -> table[index].
+    """
+    if name in ("amx", "avx512"):
+        return isa_avx512.dot4_us, isa_avx512.dot4_us, isa_avx512.dot2, isa_avx512.lookup
+    if name == "avxvnni":
+        return isa_avx2.dot4_us_vnni, isa_avx2.dot4_us_vnni, isa_avx2.dot2, isa_avx2.lookup
+    if name == "avx2":
+        return isa_avx2.dot4_us, isa_avx2.dot4_us_full, isa_avx2.dot2, isa_avx2.lookup
+    if name == "neon":
+        return isa_neon.dot4_us, isa_neon.dot4_us_full, isa_generic.dot2, isa_neon.lookup
+    return isa_generic.dot4, isa_generic.dot4, isa_generic.dot2, isa_generic.lookup
 
 
 def _tile_dot(lower: Lower, weights: Any) -> Any:
@@ -39,16 +62,16 @@ class Dots:
     """tile_dot4(acc, w u8x64 <= 127, x address, stride), tile_dot4_full (w <= 255) and tile_dot2 (w i16x32 pairs, x int16 pairs)."""
 
     def __init__(self, isa: Isa) -> None:
-        self._isa = isa
-        self.tile_dot4 = _tile_dot(isa.dot4_us, u8x64)
-        self.tile_dot4_full = _tile_dot(isa.dot4_us_full, u8x64)
-        self.tile_dot2 = _tile_dot(isa.dot2, i16x32)
+        dot4, dot4_full, dot2, self._lookup = _operations(isa.name)
+        self.tile_dot4 = _tile_dot(dot4, u8x64)
+        self.tile_dot4_full = _tile_dot(dot4_full, u8x64)
+        self.tile_dot2 = _tile_dot(dot2, i16x32)
 
     def lookup(self, table: tuple[int, ...]) -> Any:
         """lookup(index u8x64) -> u8x64: 16 unsigned bytes by index 0..15."""
         if len(table) != 16 or not all(0 <= value < 256 for value in table):
             raise ValueError(f"a table is 16 bytes, not {table}")
-        lower = self._isa.lookup
+        lower = self._lookup
 
         @intrinsic  # type: ignore[untyped-decorator]
         def look(typingctx: Any, index: Any) -> Any:

@@ -4,8 +4,8 @@ Of T tokens with k experts each there are T * k pairs; pair t * k + s is token t
 pairs within an expert; matrices are applied to rows in that order, and `combine` adds a token's rows in the order of its choices, so that
 its bits do not depend on the rest of the batch.
 
-Memory of a routing, all of it written anew in each layer (offsets by `Layout`): choices and weights by pair, the order, the places of the
-pairs in it, where each expert begins, which experts have any token.
+Memory of a routing, all of it written anew in each layer (offsets by routing.Layout): choices and weights by pair, the order, the places
+of the pairs in it, where each expert begins, which experts have any token.
 """
 
 from __future__ import annotations
@@ -41,25 +41,9 @@ from localrun.kernels_cpu.simd import (
 f = numba.float32
 i32 = numba.int32
 i64 = numba.int64
-GATES = {"softmax": 0, "sigmoid": 1, "softmax of chosen": 2}
-"""How scores become weights."""
 NONE = -1e30
 LEAST_SUM = 6.103515625e-5
 """Below this a sum of weights is not divided by."""
-
-
-class Layout:
-    """Offsets of a routing's arrays: int32 but for the weights, float32."""
-
-    def __init__(self, pairs: int, n_experts: int) -> None:
-        self.choices = 0
-        self.weights = 4 * pairs
-        self.order = 8 * pairs
-        self.places = 12 * pairs
-        self.starts = 16 * pairs
-        self.active = self.starts + 4 * (n_experts + 1)
-        self.n_active = self.active + 4 * n_experts
-        self.nbytes = self.n_active + 4
 
 
 @numba.njit
@@ -117,9 +101,9 @@ def _drop_groups(asked: int, n: int, n_groups: int, n_used: int) -> None:
 def route(isa: Isa) -> Any:
     """Kernel, one row a chunk: a token's experts and their weights.
 
-    args: 0 scores (overwritten), 1 their row stride, 2 experts, 3 experts to choose, 4 GATES, 5 bias added for choosing only (0: none), 6
-    whether the weights are divided by their sum, 7 factor of the weights (float bits), 8 groups, 9 groups to use, 10 choices int32, 11
-    weights float32, 12 scratch rows, 13 their stride.
+    args: 0 scores (overwritten), 1 their row stride, 2 experts, 3 experts to choose, 4 one of routing.GATES, 5 bias added for choosing only
+    (0: none), 6 whether the weights are divided by their sum, 7 factor of the weights (float bits), 8 groups, 9 groups to use, 10 choices
+    int32, 11 weights float32, 12 scratch rows, 13 their stride.
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:

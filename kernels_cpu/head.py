@@ -17,7 +17,7 @@ KV = 48
 KV_BLOCK = 56
 """Bytes of a pool block, all layers."""
 TILES = 64
-"""Address: int32 pairs (first row, rows) of up to attention.TILE_ROWS successive rows of one sequence."""
+"""Address: int32 pairs (first row, rows) of up to attention_sizes.TILE_ROWS successive rows of one sequence."""
 N_TILES = 72
 ROPE = 80
 """Addresses of up to eight tables of rotary angles, float32 [position][n_rot/2 cosines, n_rot/2 sines]."""
@@ -25,4 +25,11 @@ PARTS = 144
 """Into how many parts attention over one row is shared out; 1: one thread does all of a row's."""
 PARTIAL = 152
 """Address of what the parts give, see attention.py."""
-SIZE = 160
+SLOTS = 160
+"""Address of slot 0 of recurrent state (slots.py)."""
+SLOT_BYTES = 168
+SPANS = 176
+"""Address: int32 triples (slot, number of the first segment, segments) of each span."""
+SEGMENTS = 184
+"""Address: int32 triples (first row, rows, slot that the state is copied to after them, or -1)."""
+SIZE = 192

@@ -28,8 +28,6 @@ from localrun.kernels_cpu.simd import (
 )
 
 f = numba.float32
-NORMS = {"rms": 1, "layer": 2, "l2": 3}
-"""How a head is normed; l2: x / max(sqrt(sum(x^2)), eps)."""
 
 
 @numba.njit
@@ -96,7 +94,7 @@ def norm_heads(isa: Isa) -> Any:
     """Kernel: the norm of each head of a row.
 
     args: 0 x, 1 its row stride, 2 heads, 3 values of a head, 4 weight (0: none), 5 bytes from one head's weight to the next's (0: one for
-    all), 6 bias (0: none; spaced as the weight), 7 eps (float bits), 8 kind (NORMS).
+    all), 6 bias (0: none; spaced as the weight), 7 eps (float bits), 8 kind (1 RMS, 2 layer, 3 L2: x / max(sqrt(sum(x^2)), eps)).
     """
 
     def kernel(args: int, head: int, t: int, thread: int) -> None:

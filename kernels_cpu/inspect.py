@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrun.kernels_cpu import isa as isas
-from localrun.kernels_cpu.compile import KernelSpec, inspect_asm
+from localrun.kernels_cpu.compile import inspect_asm
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.spec import KernelSpec
 
 DOTS = {
     "amx": ("vpdpbusd", 64), "avx512": ("vpdpbusd", 64), "avxvnni": ("vpdpbusd", 32), "avx2": ("vpmaddubsw", 32), "neon": ("sdot", 16),
@@ -93,7 +94,7 @@ def analyse(assembly: str, isa_name: str, type_name: str, tokens: int) -> Report
 
     How often the inner loop runs follows from the multiplications that a block needs.
     """
-    from localrun.kernels_cpu.pack import PACKINGS
+    from localrun.kernels_cpu.sizes import PACKINGS
 
     packing = PACKINGS[BY_NAME[type_name].id]
     mnemonic, width = DOTS.get(isa_name, ("", 0)) if packing.kind != "f" else FLOATS.get(isa_name, ("vfmadd", 16))
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1, choices=(1, 2, 4, 8), help="tokens of the tile (default 1)")
     parser.add_argument("--all", action="store_true", help="print the whole tile, not only its inner loop")
     args = parser.parse_args(argv)
-    from localrun.kernels_cpu.pack import PACKINGS
+    from localrun.kernels_cpu.sizes import PACKINGS
 
     if BY_NAME[args.type].id not in PACKINGS:
         sys.stderr.write(f"{args.type} holds no weights that kernels multiply by\n")

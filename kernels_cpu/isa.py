@@ -1,7 +1,7 @@
-"""Which instruction set the kernels are compiled for, and the few operations whose best instruction differs by it.
+"""Which instruction set the kernels are compiled for, and how this machine's is found out.
 
-An `Isa` names an LLVM CPU and features and gives the integer dot products as intrinsics over tiles. Kernels are written once and get an
-`Isa` as a parameter. `detect()` chooses the best this machine executes; a name forces one.
+Kernels are written once and get an `Isa` as a parameter; `select` chooses the best this machine executes; a name forces one. Where all
+kernels are cached this is asked at every start, so it is answered without LLVM where the system tells (Linux).
 """
 
 from __future__ import annotations
@@ -9,36 +9,46 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
-from llvmlite import ir
-
-Lower = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
-Lookup = Callable[[ir.IRBuilder, tuple[int, ...], ir.Value], ir.Value]
+_CPUINFO = Path("/proc/cpuinfo")
+_MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+"""Lines of cpuinfo that tell processors apart."""
+_LINUX_NAMES = {"asimddp": "dotprod"}
+"""Features that Linux calls otherwise than LLVM does, underscores apart."""
 
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set.
-
-    name: what LOCALRUN_ISA takes; cpu, features: LLVM's target strings;
-    dot4_us: (builder, acc i32x16, w u8x64, x i8x64) -> acc + sums of four products, for w up to 127;
-    dot4_us_full: the same for w up to 255; dot2: (builder, acc i32x16, a i16x32, b i16x32) -> acc + sums of two products;
-    lookup: (builder, table of 16 bytes, index u8x64 below 16) -> table[index];
-    amx: whether 8-bit matrix tiles may be used.
-    """
+    """An instruction set, by the name that LOCALRUN_ISA takes. The operations whose best instruction differs by it are in dots.py."""
 
     name: str
-    cpu: str
-    features: str
-    dot4_us: Lower
-    dot4_us_full: Lower
-    dot2: Lower
-    lookup: Lookup
-    amx: bool = False
+
+    @property
+    def amx(self) -> bool:
+        """Whether 8-bit matrix tiles may be used."""
+        return self.name == "amx"
+
+    @property
+    def by_processor(self) -> bool:
+        """Whether kernels are compiled for this very processor, and not for all that have the instruction set."""
+        return self.name in ("amx", "avx512")
+
+    @functools.cached_property
+    def target(self) -> tuple[str, str]:
+        """LLVM's names of the processor and of its features; imports llvmlite where they are this processor's."""
+        if self.by_processor:
+            import llvmlite.binding as llvm
+
+            host = llvm.get_host_cpu_features()
+            # Half-precision arithmetic is left out: with it LLVM keeps converted halves in half registers, which would round differently.
+            features = ",".join(f"{'+' if on and key != 'avx512fp16' else '-'}{key}" for key, on in host.items())
+            return llvm.get_host_cpu_name(), features
+        if self.name == "generic":
+            return "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic", ""
+        return {"avxvnni": ("x86-64-v3", "+avxvnni"), "avx2": ("x86-64-v3", ""), "neon": ("generic", "+neon,+dotprod,+fullfp16")}[self.name]
 
     @functools.cached_property
     def ops(self) -> Any:
@@ -48,32 +58,59 @@ class Isa:
         return Dots(self)
 
 
-def host_features() -> dict[str, bool]:
-    """LLVM's feature names of this CPU, e.g. 'avx512vnni', with whether it has them."""
-    return dict(llvm.get_host_cpu_features())
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """What Linux says of the first processor; empty elsewhere."""
+    if sys.platform != "linux":
+        return {}
+    found: dict[str, str] = {}
+    with _CPUINFO.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.strip():
+                break
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    return found
+
+
+def _features() -> set[str]:
+    """LLVM's names, without hyphens, of what this processor has."""
+    info = _cpuinfo()
+    told = info.get("flags") or info.get("Features")
+    if told:
+        return {_LINUX_NAMES.get(name, name).replace("_", "") for name in told.split()}
+    import llvmlite.binding as llvm
+
+    return {name.replace("-", "") for name, on in llvm.get_host_cpu_features().items() if on}
+
+
+def processor() -> tuple[str, ...]:
+    """What tells this processor from others that kernels may have been compiled for."""
+    info = _cpuinfo()
+    if "flags" in info:
+        return tuple(info.get(key, "") for key in _MODEL)
+    import llvmlite.binding as llvm
+
+    return llvm.get_host_cpu_name(), repr(sorted(llvm.get_host_cpu_features().items()))
 
 
 def available() -> list[str]:
     """Names of the instruction sets this machine executes, best first."""
     machine = platform.machine().lower()
-    has = host_features()
-
-    def all_of(*names: str) -> bool:
-        return all(has.get(name, False) for name in names)
-
+    has = _features()
     found = []
     if machine in ("x86_64", "amd64"):
-        avx2 = all_of("avx2", "fma", "f16c", "bmi2")
-        avx512 = avx2 and all_of("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
-        if avx512 and all_of("amx-tile", "amx-int8") and _amx_permitted():
+        avx2 = has >= {"avx2", "fma", "f16c", "bmi2"}
+        avx512 = avx2 and has >= {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
+        if avx512 and has >= {"amxtile", "amxint8"} and _amx_permitted():
             found.append("amx")
         if avx512:
             found.append("avx512")
-        if avx2 and all_of("avxvnni"):
+        if avx2 and "avxvnni" in has:
             found.append("avxvnni")
         if avx2:
             found.append("avx2")
-    elif machine in ("arm64", "aarch64") and (sys.platform == "darwin" or all_of("dotprod")):
+    elif machine in ("arm64", "aarch64") and (sys.platform == "darwin" or "dotprod" in has):
         found.append("neon")
     return [*found, "generic"]
 
@@ -102,29 +139,9 @@ def select(name: str = "") -> Isa:
     return build(name)
 
 
+@functools.cache
 def build(name: str) -> Isa:
-    """The instruction set of that name whether or not this machine executes it (to compile and read its code)."""
-    if name in ("amx", "avx512"):
-        from localrun.kernels_cpu import isa_avx512 as ops
-
-        host = llvm.get_host_cpu_features()
-        # Half-precision arithmetic is left out: with it LLVM keeps converted halves in half registers, which would round differently.
-        features = ",".join(f"{'+' if on and key != 'avx512fp16' else '-'}{key}" for key, on in host.items())
-        return Isa(name, llvm.get_host_cpu_name(), features, ops.dot4_us, ops.dot4_us, ops.dot2, ops.lookup, amx=name == "amx")
-    if name in ("avx2", "avxvnni"):
-        from localrun.kernels_cpu import isa_avx2 as ops2
-
-        if name == "avxvnni":
-            return Isa(name, "x86-64-v3", "+avxvnni", ops2.dot4_us_vnni, ops2.dot4_us_vnni, ops2.dot2, ops2.lookup)
-        return Isa(name, "x86-64-v3", "", ops2.dot4_us, ops2.dot4_us_full, ops2.dot2, ops2.lookup)
-    from localrun.kernels_cpu import isa_generic
-
-    if name == "neon":
-        from localrun.kernels_cpu import isa_neon
-
-        features = "+neon,+dotprod,+fullfp16"
-        return Isa(name, "generic", features, isa_neon.dot4_us, isa_neon.dot4_us_full, isa_generic.dot2, isa_neon.lookup)
-    if name == "generic":
-        cpu = "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic"
-        return Isa(name, cpu, "", isa_generic.dot4, isa_generic.dot4, isa_generic.dot2, isa_generic.lookup)
-    raise ValueError(f"LOCALRUN_ISA={name}: known are amx, avx512, avxvnni, avx2, neon, generic")
+    """The instruction set of that name whether or not this machine executes it (to compile and read its code). Raises ValueError."""
+    if name not in ("amx", "avx512", "avxvnni", "avx2", "neon", "generic"):
+        raise ValueError(f"LOCALRUN_ISA={name}: known are amx, avx512, avxvnni, avx2, neon, generic")
+    return Isa(name)

@@ -41,14 +41,7 @@ from localrun.kernels_cpu.simd import (
     u16_to_i32,
     zero_like,
 )
-from localrun.kernels_cpu.sizes import BLOCK as BLOCK
-from localrun.kernels_cpu.sizes import GROUP as GROUP
-from localrun.kernels_cpu.sizes import KV_TYPES as KV_TYPES
-from localrun.kernels_cpu.sizes import PLAIN as PLAIN
-from localrun.kernels_cpu.sizes import fits as fits
-from localrun.kernels_cpu.sizes import head_bytes as head_bytes
-from localrun.kernels_cpu.sizes import layer_block_bytes as layer_block_bytes
-from localrun.kernels_cpu.sizes import room as room
+from localrun.kernels_cpu.sizes import BLOCK, GROUP, PLAIN
 
 LEVELS = {"q8_0": 127, "q4_0": 7}
 

@@ -13,6 +13,7 @@ import numba
 
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.lora_sizes import ENTRY, ROWS
 from localrun.kernels_cpu.matmul import make_group
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
@@ -26,18 +27,8 @@ from localrun.kernels_cpu.simd import (
     store,
 )
 
-ENTRY = 64
-"""Bytes of what a table says about one adapter: 0 A (0: it leaves this matrix alone), 8 bytes of a group of A, 16 rank, 24 a float32
-scale for each of rank values, 32 B, 40 bytes of a group of B, 48 whether A and B are F16 (else F32)."""
-ROWS = 8
-"""Rows that are taken together, where there are many."""
 FEW = 16
 """Up to so many rows of a batch are taken one by one, so that threads share them."""
-
-
-def scratch_bytes(rank: int) -> int:
-    """Bytes a thread, for adapters up to that rank: A x of the rows taken together, and room that tiles may read."""
-    return (ROWS + 1) * (rank + 16) * 4
 
 
 def low_rank(isa: Isa, embedding: int) -> Any:

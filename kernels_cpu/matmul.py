@@ -19,11 +19,12 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu import amx
-from localrun.kernels_cpu.activations import MANY, META, SUPER
+from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER
+from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import AHEAD, PACKINGS, group_packer
+from localrun.kernels_cpu.pack import AHEAD, group_packer
 from localrun.kernels_cpu.simd import (
     bits_f32,
     bytes_of,
@@ -55,6 +56,7 @@ from localrun.kernels_cpu.simd import (
     zeros_f32,
     zeros_i32,
 )
+from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.tiles_table import table_tile
 
 PANEL = 1 << 20
@@ -341,8 +343,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
         group_bytes, n_blocks, row_bytes = load_i64(args + 8), load_i64(args + 16), load_i64(args + 96)
         out_stride, bias_at, add = load_i64(args + 56), load_i64(args + 72), load_i64(args + 80)
         tiles = load_i64(args + 128)
-        for g in range(first, last, amx.MOST_GROUPS):
-            count = min(last - g, amx.MOST_GROUPS)
+        for g in range(first, last, MOST_GROUPS):
+            count = min(last - g, MOST_GROUPS)
             w = load_i64(args) + g * group_bytes
             if row_bytes:
                 for i in range(g, g + count):
@@ -353,9 +355,9 @@ def matmul(isa: Isa, type_name: str) -> Any:
                 w = unpacked
             bias = bias_at + g * 64 if bias_at else 0
             out = load_i64(args + 48) + g * 64
-            for t in range(0, tokens, amx.MOST_TOKENS):
+            for t in range(0, tokens, MOST_TOKENS):
                 many(
-                    w, group_bytes, count, n_blocks, tiles + (t >> 4) * tile_step(n_blocks), min(tokens - t, amx.MOST_TOKENS), scratch,
+                    w, group_bytes, count, n_blocks, tiles + (t >> 4) * tile_step(n_blocks), min(tokens - t, MOST_TOKENS), scratch,
                     out + t * out_stride, out_stride, bias, add,
                 )
 

@@ -11,23 +11,11 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu.isa import Isa
+from localrun.kernels_cpu.measure_sizes import accumulators
 from localrun.kernels_cpu.simd import load_i32x16, load_i64, load_u8x64, prefetch, store, store_scalar, tile_store_all, zeros_i32
 
 AHEAD = 2048
 """Bytes between what is read and what is asked for."""
-TILES = 4
-"""Tile registers that sums go to, one product each."""
-TILE_MULTIPLY_ADDS = 16 * 16 * 64
-
-
-def multiply_adds(isa: Isa) -> int:
-    """Of one round of `multiply`."""
-    return TILES * TILE_MULTIPLY_ADDS if isa.amx else 64 * _accumulators(isa)
-
-
-def _accumulators(isa: Isa) -> int:
-    """Enough to hide an instruction's latency, few enough to stay in registers."""
-    return 12 if isa.name == "avx512" else 4
 
 
 def read(isa: Isa) -> Any:
@@ -58,7 +46,7 @@ def multiply(isa: Isa) -> Any:
     if isa.amx:
         return _multiply_tiles()
     dot = isa.ops.tile_dot4
-    count = _accumulators(isa)
+    count = accumulators(isa)
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         scratch = load_i64(args + 16) + thread * load_i64(args + 8)

@@ -17,15 +17,6 @@ import numba
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.simd import load_f32x16, load_i32, load_i64, store
 
-SLOTS = H.SIZE
-"""Address of slot 0."""
-SLOT_BYTES = H.SIZE + 8
-SPANS = H.SIZE + 16
-"""Address: int32 triples (slot, number of the first segment, segments) of each span."""
-SEGMENTS = H.SIZE + 24
-"""Address: int32 triples (first row, rows, slot that the state is copied to after them, or -1)."""
-SIZE = H.SIZE + 32
-
 i64 = numba.int64
 
 
@@ -44,11 +35,11 @@ def over_spans(run: Any) -> Any:
         parts = load_i64(args)
         part = chunk % parts
         nbytes = load_i64(args + 16)
-        inside = load_i64(head + SLOTS) + load_i64(args + 8) + part * nbytes
-        slot_bytes = load_i64(head + SLOT_BYTES)
-        span = load_i64(head + SPANS) + chunk // parts * 12
+        inside = load_i64(head + H.SLOTS) + load_i64(args + 8) + part * nbytes
+        slot_bytes = load_i64(head + H.SLOT_BYTES)
+        span = load_i64(head + H.SPANS) + chunk // parts * 12
         state = inside + i64(load_i32(span)) * slot_bytes
-        segment = load_i64(head + SEGMENTS) + i64(load_i32(span + 4)) * 12
+        segment = load_i64(head + H.SEGMENTS) + i64(load_i32(span + 4)) * 12
         for _ in range(load_i32(span + 8)):
             run(args, state, part, i64(load_i32(segment)), i64(load_i32(segment + 4)))
             target = i64(load_i32(segment + 8))

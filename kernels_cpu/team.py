@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
 """Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 40 and 48 when the caller's

@@ -9,7 +9,7 @@ from typing import Any
 
 import numba
 
-from localrun.kernels_cpu.activations import META, SUPER
+from localrun.kernels_cpu.activation_sizes import META, SUPER
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, Octets
 from localrun.kernels_cpu.pack import AHEAD

@@ -28,16 +28,10 @@ from localrun.kernels_cpu.simd import (
     vmax,
     where,
 )
+from localrun.kernels_cpu.vision_sizes import ROWS
 
-ROWS = 8
-"""Patches whose queries are taken together."""
 MASKED = -1e30
 f = numba.float32
-
-
-def scratch_bytes(n: int) -> int:
-    """Bytes a thread for n patches: ROWS rows of scores, and 16 values of each row's output."""
-    return ROWS * (-(-n // 16) * 64 + 64)
 
 
 def keys_values(isa: Isa) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.lora import ENTRY
+from localrun.kernels_cpu.lora_sizes import ENTRY
 from localrun.models.lora import EMBEDDING, Adapter, Pair
 from localrun.models.model import MAX_ADAPTERS
 from localrun.models.program import Program, Site

@@ -11,7 +11,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu import head
+from localrun.kernels_cpu.attention_sizes import TILE_ROWS
 from localrun.models.model import BLOCK_TOKENS, Span
 
 Ints = NDArray[np.int32]
@@ -94,11 +95,11 @@ class BatchRows:
 
     def _place_tiles(self, lengths: list[int], firsts: list[int]) -> None:
         """Up to TILE_ROWS successive rows of a span each."""
-        per_span = [-(-n // attention.TILE_ROWS) for n in lengths]
+        per_span = [-(-n // TILE_ROWS) for n in lengths]
         before = [0, *accumulate(per_span)]
         self.tiles = n = before.pop()
         ends = np.repeat(np.array([first + n for first, n in zip(firsts, lengths, strict=True)], np.int32), per_span)
-        origin = [first - attention.TILE_ROWS * skipped for first, skipped in zip(firsts, before, strict=True)]
-        starts = self._ones[:n] * attention.TILE_ROWS + np.repeat(np.array(origin, np.int32), per_span)
+        origin = [first - TILE_ROWS * skipped for first, skipped in zip(firsts, before, strict=True)]
+        starts = self._ones[:n] * TILE_ROWS + np.repeat(np.array(origin, np.int32), per_span)
         self._tiles[:n, 0] = starts
-        self._tiles[:n, 1] = np.minimum(ends - starts, attention.TILE_ROWS)
+        self._tiles[:n, 1] = np.minimum(ends - starts, TILE_ROWS)

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head
+from localrun.kernels_cpu import attention_sizes, head
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_gpu.device import Device, DeviceError, Launch
 from localrun.kernels_gpu.layout import CARD_TYPES
@@ -82,7 +82,7 @@ class Segment:
         self._regions.sort(key=lambda region: region.start)
         self._starts = [region.start for region in self._regions]
         self._planes: dict[tuple[str, int, int], list[int]] = {}
-        self._partial_bytes = max((attention.partial_bytes(i.args[2], int(i.kernel.params[2])) for i in instructions
+        self._partial_bytes = max((attention_sizes.partial_bytes(i.args[2], int(i.kernel.params[2])) for i in instructions
                                    if i.kernel.factory == "attention"), default=0)  # fmt: skip
         self.logit_bytes = next((i.args[7] for i in instructions if i.kernel.factory == "matmul" and not i.args[6]), 0)
         self.steps: list[Step] = [step for instruction in instructions for step in steps_of(instruction, self)]
@@ -200,8 +200,8 @@ class Segment:
     def _write_header(self, batch: Batch) -> int:
         """Lays the header out for this card and sends it. Returns the parts that attention over one row is shared out in."""
         split = batch.tokens <= SPLIT_ROWS
-        parts = -(-batch.longest // attention.PART) if split else 1
-        tiles = _tiles(batch.spans, 1 if split else attention.TILE_ROWS)
+        parts = -(-batch.longest // attention_sizes.PART) if split else 1
+        tiles = _tiles(batch.spans, 1 if split else attention_sizes.TILE_ROWS)
         blocks = np.concatenate(batch.tables)
         starts = np.cumsum([0, *(len(table) for table in batch.tables)])[:-1]
         arrays: dict[int, NDArray[np.generic]] = {

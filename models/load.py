@@ -15,8 +15,10 @@ import platformdirs
 import psutil
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, head, isa, kv, slots, team
-from localrun.kernels_cpu.compile import CompileError, KernelLibrary, KernelSpec
+from localrun.kernels_cpu import head, isa, sizes, team
+from localrun.kernels_cpu.attention_sizes import PART
+from localrun.kernels_cpu.library import CompileError, KernelLibrary
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.models.adapters import Adapters
 from localrun.models.batch import BatchRows
 from localrun.models.cards import Batch, Cards
@@ -37,7 +39,7 @@ from localrun.models.rope import AngleTable
 from localrun.models.vectors import pooled, rows_to_pool, scores_of, view
 from localrun.models.weights import Weights
 
-assert BLOCK_TOKENS == kv.BLOCK
+assert BLOCK_TOKENS == sizes.BLOCK
 T = TypeVar("T")
 FIRST_LOGIT_ROWS = 8
 ANSWERS_BESIDE = 64
@@ -91,8 +93,8 @@ class RecordedModel:
         """Rows of logits that the last pass gave."""
         self._spans = np.zeros((info.max_batch, 3), np.int32)
         self._segments = np.zeros((info.max_batch, 3), np.int32)
-        self._set(slots.SPANS, self._spans.ctypes.data)
-        self._set(slots.SEGMENTS, self._segments.ctypes.data)
+        self._set(head.SPANS, self._spans.ctypes.data)
+        self._set(head.SEGMENTS, self._segments.ctypes.data)
 
     def _set(self, offset: int, value: int) -> None:
         self._header[offset // 8] = value
@@ -114,8 +116,8 @@ class RecordedModel:
         whole = np.zeros(n_slots * self.info.state_bytes + 64, np.uint8)
         start = -whole.ctypes.data % 64
         self._state = whole[start : start + n_slots * self.info.state_bytes].reshape(n_slots, self.info.state_bytes)
-        self._set(slots.SLOTS, self._state.ctypes.data)
-        self._set(slots.SLOT_BYTES, self.info.state_bytes)
+        self._set(head.SLOTS, self._state.ctypes.data)
+        self._set(head.SLOT_BYTES, self.info.state_bytes)
 
     def forward(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model. Raises ValueError of a model that gives vectors only."""
@@ -246,7 +248,7 @@ class RecordedModel:
 
     def _parts(self, tokens: int, tiles: int, longest: int) -> int:
         """Into how many parts attention over a row is shared out: only where there are too few rows and heads to keep all threads busy."""
-        parts = -(-longest // attention.PART)
+        parts = -(-longest // PART)
         alone = tokens == tiles and self._program.ends is None
         if not alone or parts == 1 or tiles * self._program.fewest_kv >= self.info.n_threads * ATTENTION_CHUNKS:
             parts = 1
@@ -355,8 +357,8 @@ def load_model(path: str | Path, options: LoadOptions, progress: Progress | None
 
     Raises ModelFileError when the file is damaged, incomplete or of a kind without support; ValueError for an option that cannot be obeyed.
     """
-    if options.kv_type not in kv.KV_TYPES:
-        raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(kv.KV_TYPES)}")
+    if options.kv_type not in sizes.KV_TYPES:
+        raise ValueError(f"kv_cache_type {options.kv_type}: supported are {', '.join(sizes.KV_TYPES)}")
     return from_file(path, lambda gguf: _load(gguf, options, progress))
 
 
@@ -412,7 +414,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     program = recorder.finish()
     addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
-    header = np.zeros(slots.SIZE // 8, np.int64)
+    header = np.zeros(head.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header, timed=options.timed)
     try:
         weights.fill(library, crew, progress, keep=lambda name: name == "token_embd.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.model import PEAK
 

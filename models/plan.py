@@ -19,11 +19,12 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import attention, experts, head, heads, kv, lora
-from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
-from localrun.kernels_cpu.amx import MOST_GROUPS
-from localrun.kernels_cpu.amx import scratch_bytes as matrix_scratch_bytes
-from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu import attention_sizes, head, lora_sizes, routing
+from localrun.kernels_cpu.activation_sizes import META, SUPER, tile_bytes
+from localrun.kernels_cpu.amx_sizes import MOST_GROUPS
+from localrun.kernels_cpu.amx_sizes import scratch_bytes as matrix_scratch_bytes
+from localrun.kernels_cpu.sizes import GROUP, fits, layer_block_bytes
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS
 from localrun.models.errors import ModelFileError
 from localrun.models.lora import EMBEDDING, MAX_RANK
@@ -88,7 +89,7 @@ class AdapterRows(Protocol):
     """Address of float32, one for each row."""
 
     def table(self, site: Site) -> int:
-        """Address of what each adapter says about that matrix: lora.ENTRY bytes for each number."""
+        """Address of what each adapter says about that matrix: lora_sizes.ENTRY bytes for each number."""
 
 
 class Recorder:
@@ -349,7 +350,7 @@ class Recorder:
             step,
             bias.address if bias else 0,
             float_bits(eps),
-            heads.NORMS[kind],
+            {"rms": 1, "layer": 2, "l2": 3}[kind],
         ]
         self._append("heads", "norm_heads", [], args, name, factor=x.per_token, beside=beside)
 
@@ -472,13 +473,13 @@ class Recorder:
         q (T, n_heads * dim), k (T, n_kv * dim), v (T, n_kv * dim_v); table: which of the header's angle tables; n_rot 0: no rotation.
         layer: offset of an earlier layer whose keys and values are used again; k and v are then left alone.
         """
-        if not kv.fits(self.kv_type, dim, dim_v):
+        if not fits(self.kv_type, dim, dim_v):
             raise ValueError(
-                f"kv_cache_type {self.kv_type} needs heads of a multiple of {kv.GROUP} values; this model's have {dim} and {dim_v}"
+                f"kv_cache_type {self.kv_type} needs heads of a multiple of {GROUP} values; this model's have {dim} and {dim_v}"
             )
         offset = self.kv_bytes.setdefault(self._place, 0) if layer is None else layer
         if layer is None:
-            self.kv_bytes[self._place] += kv.layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
+            self.kv_bytes[self._place] += layer_block_bytes(n_kv, dim, dim_v, self.kv_type)
         else:
             n_kv = 0
         args = [
@@ -499,19 +500,19 @@ class Recorder:
         """
         ends, sees = 0, list[int]()
         if self.ends is not None and (self._both or cross):
-            ends, sees = self.ends.ctypes.data, [attention.BOTH]
+            ends, sees = self.ends.ctypes.data, [attention_sizes.BOTH]
         elif self.images is not None:
-            ends, sees = self.images.ends, [attention.FURTHER]
+            ends, sees = self.images.ends, [attention_sizes.FURTHER]
         out = self.row("attended", n_heads * dim_v)
-        scratch, scratch_bytes = self._per_thread("attention", attention.scratch_bytes(dim, dim_v))
+        scratch, scratch_bytes = self._per_thread("attention", attention_sizes.scratch_bytes(dim, dim_v))
         args = [
             q.address, q.stride, n_heads, n_kv, out.address, out.stride, layer, window, float_bits(soft_cap), scratch, scratch_bytes,
             sinks.address if sinks else 0, slopes.address if slopes else distances.address if distances else 0, ends,
             distances.stride if distances else 0,
         ]
-        bias = attention.ALIBI if slopes else attention.TABLE_BIAS if distances else 0
+        bias = attention_sizes.ALIBI if slopes else attention_sizes.TABLE_BIAS if distances else 0
         if self._place == HOST:
-            self.partial_bytes = max(self.partial_bytes, attention.partial_bytes(n_heads, dim_v))
+            self.partial_bytes = max(self.partial_bytes, attention_sizes.partial_bytes(n_heads, dim_v))
             self.fewest_kv = min(self.fewest_kv, n_kv)
         self._append(
             "attention",
@@ -541,7 +542,7 @@ class Recorder:
     ) -> Routing:
         """Chooses k experts for each token by its scores (T, experts), and sorts tokens by expert. See kernels_cpu/experts.py."""
         n = scores.width
-        layout = experts.Layout(self.max_batch * k, n)
+        layout = routing.Layout(self.max_batch * k, n)
         address, _ = self._buffer(f"routing.{n}.{k}", -(-layout.nbytes // (self.max_batch + SPARE_ROWS)))
         asked = self.row("asked", n)
         args = [
@@ -549,7 +550,7 @@ class Recorder:
             scores.stride,
             n,
             k,
-            experts.GATES[gate],
+            routing.GATES[gate],
             bias.address if bias else 0,
             int(normalise),
             float_bits(scale),
@@ -764,7 +765,7 @@ class Recorder:
 
     def _low_rank(self, site: Site, adapters: AdapterRows, *, beside: bool) -> Instruction:
         x, stride, _ = self._form(site.x, "f") if site.x is not None else (0, 0, 0)
-        scratch, scratch_bytes = self._per_thread("low_rank", lora.scratch_bytes(MAX_RANK))
+        scratch, scratch_bytes = self._per_thread("low_rank", lora_sizes.scratch_bytes(MAX_RANK))
         args = [
             x, stride, site.x.width if site.x is not None else 0, site.out.address, site.out.stride, 0, -(-site.rows // 16),
             adapters.numbers, adapters.scales, head.OUTPUT_ROWS if site.outputs else 0, head.OUTPUTS if site.outputs else head.TOKENS,

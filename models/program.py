@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.activations import MANY
-from localrun.kernels_cpu.compile import KernelSpec
-from localrun.kernels_cpu.experts import Layout
+from localrun.kernels_cpu.activation_sizes import MANY
+from localrun.kernels_cpu.routing import Layout
+from localrun.kernels_cpu.spec import KernelSpec
 
 if TYPE_CHECKING:
     from localrun.models.weights import Stack, Weight

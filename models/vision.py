@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import head, isa, team, vision
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
-from localrun.kernels_cpu.pack import PACKINGS
+from localrun.kernels_cpu import head, isa, team, vision_sizes
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.sizes import PACKINGS
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.load import from_file, kernel_cache
@@ -171,9 +172,9 @@ class _Recorder(Recorder):
         sizes = [p.n_heads, p.dim, self.n]
         laid_out = [at_keys, keys, at_values, values]
         self.kernel("keys_values", [k.address, k.stride, v.address, v.stride, *sizes, *laid_out], -(-self.n // 16), "keys_values")
-        scratch, scratch_bytes = self._per_thread("vision", vision.scratch_bytes(self.n))
+        scratch, scratch_bytes = self._per_thread("vision", vision_sizes.scratch_bytes(self.n))
         rest = [out.address, out.stride, float_bits(1 / math.sqrt(p.dim)), scratch, scratch_bytes]
-        self.kernel("attend", [q.address, q.stride, *sizes, *laid_out, *rest], -(-self.n // vision.ROWS) * p.n_heads, "attention")
+        self.kernel("attend", [q.address, q.stride, *sizes, *laid_out, *rest], -(-self.n // vision_sizes.ROWS) * p.n_heads, "attention")
         return out
 
 

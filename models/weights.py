@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
 from localrun.kernels_cpu.formats import FORMATS
-from localrun.kernels_cpu.pack import PACKINGS, Packing
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.sizes import PACKINGS, Packing
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo

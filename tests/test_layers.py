@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 # `localrun serve` is the daemon: the one place where the terminal program becomes it, inside the function.
 EXCEPTIONS = {("cli/serve.py", f"localrun.{name}") for name in ("daemon.serve", "settings", "settings_page", "errors")}
 # They hand the environment to Settings, or to a compiler's settings below the floor that has them.
-PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/compile.py", "kernels_cpu/isa.py"}
+PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/library.py"}
 BASE = ("durations", "errors", "messages", "rates", "settings", "settings_page")
 
 
@@ -125,6 +126,18 @@ def test_daemon_starts_without_the_kernels_libraries() -> None:
     if not (ROOT / "localrun/daemon/serve.py").exists():
         pytest.skip("the daemon is not there yet")
     assert not loaded_after("import localrun.daemon.serve, localrun.daemon.app") & {"numba", "numpy", "llvmlite", "cupy"}
+
+
+def test_a_model_whose_kernels_are_cached_needs_no_compiler(shared: Path) -> None:
+    """From the file to logits, as `localrun bench` and a runner do it; the first process compiles what is missing."""
+    options = ["-o", "jsonl", "-t", "2", "-p", "8", "-n", "1", "-r", "1", "--cache-dir", os.environ["LOCALRUN_CACHE"]]
+    command = [*options, "--", str(shared / "arch" / "llama" / "q4_0.gguf")]
+    statement = f"from localrun.engine import bench, runner\nassert bench.main({command!r}) == 0"
+    loaded_after(statement)
+    # Elsewhere than on Linux only LLVM tells which instructions a processor has.
+    compilers = {"numba", "llvmlite"} if sys.platform == "linux" else {"numba"}
+    loaded = loaded_after(statement)
+    assert "numpy" in loaded and not loaded & compilers
 
 
 def test_terminal_starts_with_nothing_of_the_daemon() -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import head, isa, measure
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+from localrun.kernels_cpu import head, isa, measure_sizes
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.memory import HUGE_PAGE, anonymous
 
@@ -82,7 +83,7 @@ class Yardstick:
         args = np.array([ROUNDS, SCRATCH, scratch.ctypes.data], np.int64)
         chunks = 8 * self.n_threads
         seconds = self._median(lambda: self._run(self._multiply, args, chunks), repeats)
-        return measure.multiply_adds(self.isa) * ROUNDS * chunks / seconds
+        return measure_sizes.multiply_adds(self.isa) * ROUNDS * chunks / seconds
 
     def measured(self) -> Machine:
         """Both."""

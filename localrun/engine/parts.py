@@ -59,7 +59,7 @@ _UNUSED_TOKENS = 512
 
 def load_parts(load: Load, progress: Progress) -> Parts:
     """Everything from the model file. Raises ModelFileError, LocalrunError, or what the kernels raise for want of memory."""
-    from localrun.kernels_cpu.compile import CompileError
+    from localrun.kernels_cpu.library import CompileError
     from localrun.models.gguf import open_gguf
     from localrun.models.load import load_model
     from localrun.text.template import chat_template_for

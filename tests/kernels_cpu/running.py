@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import amx, head, isa
-from localrun.kernels_cpu.activations import META, SUPER, tile_bytes
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+from localrun.kernels_cpu import amx_sizes, head, isa
+from localrun.kernels_cpu.activation_sizes import META, SUPER, tile_bytes
 from localrun.kernels_cpu.formats import FORMATS
-from localrun.kernels_cpu.pack import PACKINGS
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.sizes import PACKINGS
+from localrun.kernels_cpu.spec import KernelSpec
 
 SPARE = 8
 """Rows of activations behind the last that tiles may read."""
@@ -100,7 +101,7 @@ def matmul(
     extra = np.zeros(groups * 16, np.float32)
     if bias is not None:
         extra[:n_rows] = bias
-    unpacked_at = -(-amx.scratch_bytes() // 64) * 64
+    unpacked_at = -(-amx_sizes.scratch_bytes() // 64) * 64
     scratch_bytes = unpacked_at + 2 * group_bytes
     scratch = aligned(2 * scratch_bytes)
     header = np.zeros(head.SIZE // 8, np.int64)

@@ -1,4 +1,4 @@
-"""The object cache and what happens when compiling or loading goes wrong."""
+"""The object cache and what happens when library or loading goes wrong."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from localrun.kernels_cpu import compile, isa
-from localrun.kernels_cpu import compile as compiling
-from localrun.kernels_cpu.compile import (
+from localrun.kernels_cpu import compile, isa, library
+from localrun.kernels_cpu.executable import CodeMemory
+from localrun.kernels_cpu.library import (
     KEEP_FOLDERS,
-    KEEP_OBJECTS,
+    KEEP_IMAGES,
     CompileError,
     KernelLibrary,
-    KernelSpec,
     cache_folder,
     ensure_compiled,
-    object_path,
+    image_path,
 )
+from localrun.kernels_cpu.link import Image, LinkError, image
+from localrun.kernels_cpu.spec import KernelSpec
 
 FOLLOW = KernelSpec("team", "follow")
 REPLAY = KernelSpec("team", "replay")
@@ -51,7 +52,7 @@ def test_progress_counts_what_is_missing(cache: Path, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     ensure_compiled([REPLAY, FOLLOW, REPLAY], isa.select(), tmp_path, progress=lambda *step: steps.append(step))
     assert steps == [("compiling kernels", done, 2) for done in range(3)]
-    assert set(cache_folder(tmp_path, isa.select()).iterdir()) == {object_path(tmp_path, isa.select(), spec) for spec in (FOLLOW, REPLAY)}
+    assert set(cache_folder(tmp_path, isa.select()).iterdir()) == {image_path(tmp_path, isa.select(), spec) for spec in (FOLLOW, REPLAY)}
 
 
 def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
@@ -64,8 +65,8 @@ def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_object_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading one would end the process."""
-    whole = object_path(cache, isa.select(), FOLLOW).read_bytes()
-    path = object_path(tmp_path, isa.select(), FOLLOW)
+    whole = image_path(cache, isa.select(), FOLLOW).read_bytes()
+    path = image_path(tmp_path, isa.select(), FOLLOW)
     path.parent.mkdir(parents=True)
     for damaged in (b"", whole[: len(whole) // 3], whole[:-1] + b"?"):
         path.write_bytes(damaged)
@@ -88,6 +89,80 @@ def test_a_loaded_kernel_runs(cache: Path) -> None:
     assert library.address(FOLLOW) == library.address(FOLLOW)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(library.address(FOLLOW))(ctypes.addressof(state), 0, 0, 0)
     assert list(state) == [0] * 32
+
+
+def linked(text: str, set_name: str = "generic", triple: str | None = None) -> Image:
+    """The image of LLVM IR whose entry is `kernel`."""
+    machine = compile.target_machine(isa.build(set_name), triple)
+    return image(machine.emit_object(compile.optimise(text, machine, triple)), "kernel")
+
+
+def loaded(text: str) -> CodeMemory:
+    return CodeMemory([linked(text)])
+
+
+TABLE = """
+@zero = private constant i64 10
+@one = private constant i64 20
+@two = private constant i64 31
+@places = private constant { i64, [3 x ptr] } { i64 0, [3 x ptr] [ptr @zero, ptr @one, ptr @two] }
+declare double @cbrt(double)
+define void @kernel(i64 %args, i64 %head, i64 %chunk, i64 %thread) {
+  %p = getelementptr { i64, [3 x ptr] }, ptr @places, i64 0, i32 1, i64 %chunk
+  %q = load ptr, ptr %p
+  %value = load i64, ptr %q
+  %x = sitofp i64 %thread to double
+  %root = call double @cbrt(double %x)
+  %n = fptosi double %root to i64
+  %sum = add i64 %value, %n
+  %out = inttoptr i64 %args to ptr
+  store i64 %sum, ptr %out
+  ret void
+}"""
+
+
+def test_an_image_finds_its_constants_its_addresses_and_the_c_library() -> None:
+    """A table of addresses, constants elsewhere, a call from outside; twice in one memory, and each with its own."""
+    one = linked(TABLE)
+    assert one.pointers and set(one.needs) == {"cbrt"}
+    memory = CodeMemory([one, one])
+    result = ctypes.c_int64()
+    for address in memory.addresses:
+        kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address)
+        for chunk, expected in enumerate((10, 20, 31)):
+            kernel(ctypes.addressof(result), 0, chunk, 27)
+            assert result.value == expected + 3
+
+
+def test_an_image_for_arm_refers_by_distance() -> None:
+    """adrp counts pages from where it stands, so the code is cut by one and asked for what lies in the next."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    body = "\n".join(f"  store volatile i64 {n}, ptr %out" for n in range(2000))
+    text = TABLE.replace("  store i64 %sum", body + "\n  store i64 %sum")
+    made = linked(text, "neon", "aarch64-linux-gnu")
+    words = [int.from_bytes(made.code[i : i + 4], "little") for i in range(0, len(made.code) - 3, 4)]
+    assert len(made.code) > 4096
+    places = made.pointers[0] - 8
+    reached = set()
+    for i, word in enumerate(words[:-1]):
+        follows = words[i + 1]
+        if word & 0x9F000000 == 0x90000000 and follows & 0xFFC00000 == 0x91000000:  # adrp, add
+            pages = (word >> 29 & 3) | (word >> 5 & 0x7FFFF) << 2
+            reached.add((4 * i // 4096 + pages) * 4096 + (follows >> 10 & 0xFFF))
+    assert reached & {places, places + 8}
+    stub = made.needs["cbrt"] - 8
+    calls = {4 * i + 4 * (word & 0x3FFFFFF) for i, word in enumerate(words) if word >> 26 == 0b100101}
+    assert stub in calls
+
+
+def test_what_an_image_cannot_have_is_refused() -> None:
+    written = TABLE.replace("@zero = private constant", "@zero = private global")
+    with pytest.raises(LinkError, match=r"has data that is written \(\.(data|bss)"):
+        linked(written.replace("  store i64 %sum", "  store i64 1, ptr @zero\n  store i64 %sum"))
+    missing = linked(TABLE.replace("cbrt", "no_such_function"))
+    with pytest.raises(OSError, match="no no_such_function"):
+        CodeMemory([missing])
 
 
 def test_halves_without_instructions_for_them() -> None:
@@ -117,11 +192,8 @@ next:
 done:
   ret void
 }"""
-    machine = compile.target_machine(isa.build("generic"))
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), compile.target_machine(isa.build("generic")))
-    engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(compile.optimise(compile._SOFT_HALF + loop, machine))))
-    engine.finalize_object()
-    convert = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(engine.get_function_address("kernel"))
+    memory = loaded(compile._SOFT_HALF + loop)
+    convert = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(memory.addresses[0])
 
     halves = np.arange(1 << 16, dtype=np.uint16)
     floats = np.zeros(1 << 16, np.float32)
@@ -149,21 +221,22 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried on copies of the sources, one changed at a time; `compile` itself is part of every kernel."""
-    shutil.copytree(Path(compiling.__file__).parent, tmp_path / "sources")
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "sources" / "compile.py"))
+    shutil.copytree(Path(library.__file__).parent, tmp_path / "sources")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "sources" / "library.py"))
     modules = ("team", "attention", "experts")
 
     def read_anew() -> None:
-        compiling._fingerprint.cache_clear()
-        compiling._source.cache_clear()
+        library._fingerprint.cache_clear()
+        library._source.cache_clear()
+        library._modules.cache_clear()
 
     def changed_by(source: str) -> set[str]:
         read_anew()
-        before = {module: compiling._fingerprint(module) for module in modules}
+        before = {module: library._fingerprint(module) for module in modules}
         with (tmp_path / "sources" / source).open("a") as file:
             file.write("\n# changed\n")
         read_anew()
-        return {module for module in modules if compiling._fingerprint(module) != before[module]}
+        return {module for module in modules if library._fingerprint(module) != before[module]}
 
     try:
         assert changed_by("kv.py") == {"attention"}
@@ -176,9 +249,9 @@ def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Pat
 
 def test_no_import_of_a_kernel_is_overlooked() -> None:
     """What the quick look at a source finds is at least what the parser finds."""
-    package = compiling.__name__.rpartition(".")[0]
+    package = library.__name__.rpartition(".")[0]
     found: set[str] = set()
-    for path in Path(compiling.__file__).parent.rglob("*.py"):
+    for path in Path(library.__file__).parent.rglob("*.py"):
         parsed: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -186,20 +259,20 @@ def test_no_import_of_a_kernel_is_overlooked() -> None:
             elif isinstance(node, ast.ImportFrom):
                 parsed |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
         own = {name.removeprefix(f"{package}.") for name in parsed if name.startswith(f"{package}.")}
-        assert own <= set(compiling._imports(path.read_text(encoding="utf-8"))), path.name
+        assert own <= set(library._imports(path.read_text(encoding="utf-8"))), path.name
         found |= own
     assert {"simd", "simd.load_i64", "formats", "formats.BY_NAME", "head"} <= found
 
 
 def test_only_the_latest_objects_of_a_kernel_are_kept(tmp_path: Path) -> None:
-    path = object_path(tmp_path, isa.select(), FOLLOW)
+    path = image_path(tmp_path, isa.select(), FOLLOW)
     path.parent.mkdir(parents=True)
-    for age in range(KEEP_OBJECTS + 5):
-        old = path.with_name(f"team-follow.{age}.o")
+    for age in range(KEEP_IMAGES + 5):
+        old = path.with_name(f"team-follow.{age}.image")
         old.write_bytes(b"")
         os.utime(old, (1_000_000 - age, 1_000_000 - age))
     ensure_compiled([REPLAY], isa.select(), tmp_path)
-    assert {old.name for old in path.parent.glob("team-follow.*")} == {f"team-follow.{age}.o" for age in range(KEEP_OBJECTS)}
+    assert {old.name for old in path.parent.glob("team-follow.*")} == {f"team-follow.{age}.image" for age in range(KEEP_IMAGES)}
 
 
 def test_only_the_folders_used_last_are_kept(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import isa, reference
-from localrun.kernels_cpu.activations import MANY as MATRIX
-from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.activation_sizes import MANY as MATRIX
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS
-from localrun.kernels_cpu.pack import PACKINGS
+from localrun.kernels_cpu.sizes import PACKINGS
+from localrun.kernels_cpu.spec import KernelSpec
 from tests.kernels_cpu import running
 from tests.kernels_cpu.data import random_rows
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from localrun.kernels_cpu import isa
-from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu.spec import KernelSpec
 from tests.kernels_cpu.running import GUARD, call
 
 PARTS = 3

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import isa, slots
-from localrun.kernels_cpu.compile import KernelSpec
+from localrun.kernels_cpu import head, isa
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.state_sizes import CONV_CHANNELS, SCAN_CHANNELS, conv_bytes, scan_bytes
 from localrun.models.program import float_bits
 from localrun.models.recurrent import lanes
@@ -86,9 +86,9 @@ class Case:
             own = [(2 + at, length, slot) for at, length, slot in segments(start, n, snapshots or {})]
             spans = np.array([[1, 0, 1], [3, 1, len(own)]], np.int32)
             table = np.array([(0, 2, -1), *own], np.int32)
-            header = np.zeros(slots.SIZE // 8, np.int64)
-            header[slots.SLOTS // 8], header[slots.SLOT_BYTES // 8] = memory.ctypes.data, slot_bytes
-            header[slots.SPANS // 8], header[slots.SEGMENTS // 8] = spans.ctypes.data, table.ctypes.data
+            header = np.zeros(head.SIZE // 8, np.int64)
+            header[head.SLOTS // 8], header[head.SLOT_BYTES // 8] = memory.ctypes.data, slot_bytes
+            header[head.SPANS // 8], header[head.SEGMENTS // 8] = spans.ctypes.data, table.ctypes.data
             running.call(isa_name, self.spec, [self.parts, 0, self.part_bytes, *words], 2 * self.parts, header)
             for name, array in self.rows.items():
                 if name not in self.spoiled:

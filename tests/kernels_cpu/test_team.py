@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from localrun.kernels_cpu import isa
-from localrun.kernels_cpu.compile import KernelLibrary, KernelSpec
+from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
 
 COPY = KernelSpec("elementwise", "norm")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu import head, kv
-from localrun.kernels_cpu.activations import META, SUPER
-from localrun.kernels_cpu.compile import KernelSpec
-from localrun.kernels_cpu.experts import GATES
+from localrun.kernels_cpu import head, sizes
+from localrun.kernels_cpu.activation_sizes import META, SUPER
+from localrun.kernels_cpu.routing import GATES
+from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_gpu.source import ROUTE_THREADS, Kernel
 from tests.kernels_cpu.running import aligned, call
 from tests.kernels_gpu.running import Card, bits, needs_compiler, room
@@ -203,13 +203,13 @@ def test_experts_are_chosen_and_sorted(gate: str, n: int, k: int, groups: tuple[
 # ---- the cache and attention ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_type", kv.KV_TYPES)
+@pytest.mark.parametrize("kv_type", sizes.KV_TYPES)
 @pytest.mark.parametrize(("dim", "dim_v", "normed", "halves"), [(64, 32, True, 1), (32, 64, False, 0)])
 def test_rope_and_cache(kv_type: str, dim: int, dim_v: int, normed: bool, halves: int) -> None:
     rng = np.random.default_rng(dim)
     tokens, n_heads, n_kv = 3, 4, 2
     q, k, v = rows(rng, tokens, n_heads * dim), rows(rng, tokens, n_kv * dim), rows(rng, tokens, n_kv * dim_v)
-    block_bytes = 64 + kv.layer_block_bytes(n_kv, dim, dim_v, kv_type)
+    block_bytes = 64 + sizes.layer_block_bytes(n_kv, dim, dim_v, kv_type)
     pool, table = np.zeros(4 * block_bytes, np.uint8), np.array([2, 1, 3], np.int32)
     weights = [vector(rng, dim), vector(rng, dim)] if normed else [0, 0]
     args = [
@@ -224,7 +224,7 @@ def test_rope_and_cache(kv_type: str, dim: int, dim_v: int, normed: bool, halves
     assert any(array.shape == pool.shape and array.any() for array in pools)
 
 
-@pytest.mark.parametrize("kv_type", kv.KV_TYPES)
+@pytest.mark.parametrize("kv_type", sizes.KV_TYPES)
 @pytest.mark.parametrize(
     ("dim", "dim_v", "window", "cap", "with_sinks", "sloped"),
     [(32, 32, 0, 0.0, False, False), (64, 32, 100, 0.0, True, False), (32, 64, 0, 20.0, False, True)],
@@ -236,7 +236,7 @@ def test_attention(kv_type: str, dim: int, dim_v: int, window: int, cap: float, 
     n_heads, n_kv = 6, 2
     positions = np.array([1029, 700] if split else [1027, 1028, 1029, 63, 64], np.int32)
     tiles = np.array([[0, 1], [1, 1]] if split else [[0, 3], [3, 2]], np.int32)
-    block_bytes = kv.layer_block_bytes(n_kv, dim, dim_v, kv_type)
+    block_bytes = sizes.layer_block_bytes(n_kv, dim, dim_v, kv_type)
     pool = filled_pool(rng, 70, n_kv, dim, dim_v, kv_type, block_bytes)
     q = rows(rng, len(positions), n_heads * dim, 0.5)
     out = np.zeros((len(positions), room(n_heads * dim_v)), np.float32)
@@ -274,8 +274,8 @@ def filled_pool(rng: np.random.Generator, n_blocks: int, n_kv: int, dim: int, di
     at = 0
     for n in (dim, dim_v):
         for _ in range(n_kv):
-            size = kv.head_bytes(kv_type, n)
-            scales = n // kv.GROUP * kv.BLOCK
+            size = sizes.head_bytes(kv_type, n)
+            scales = n // sizes.GROUP * sizes.BLOCK
             halves = rng.uniform(0.001, 0.02, (n_blocks, scales)).astype(np.float16)
             pool[:, at + size - 2 * scales : at + size] = halves.view(np.uint8)
             at += size

@@ -1,0 +1,19 @@
+"""How many bytes activations take in the forms that activations.py describes. Light: no NumPy, no Numba."""
+
+from __future__ import annotations
+
+SUPER = 320
+"""Bytes of 256 quantized activations: 256 int8, then from 256 d f32, 260 pad, 264 eight int16 sums of 32, 288 sixteen int16 sums of 16."""
+META = 28
+"""Bytes of what belongs to 32 quantized activations: d f32, d * sum f32, then int32: -8, -16, -128 times sum, -16 times the sums of
+either half."""
+TILE_SUPER = 16 * SUPER
+TILE_PAIR = 1024 + 256
+MANY = 9
+"""Tokens from which on matrix instructions pay, though they work on sixteen: plain tiles take eight at a time."""
+
+
+def tile_bytes(kind: str, n: int, max_tokens: int) -> int:
+    """Bytes of the tiles of a batch; 0 for kind 'f'."""
+    blocks = -(-max_tokens // 16)
+    return {"256": n // 256 * TILE_SUPER, "32": -(-n // 64) * TILE_PAIR, "f": 0}[kind] * blocks
