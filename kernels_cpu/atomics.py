@@ -46,6 +46,17 @@ def compare_and_swap(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def fence(typingctx: Any) -> Any:
+    """Nothing written before it is seen by another thread after something written behind it; an instruction on ARM, none on x86."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def pause(typingctx: Any) -> Any:
     """Tells the core that this thread is waiting."""
     machine = platform.machine().lower()

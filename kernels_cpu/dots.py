@@ -33,7 +33,7 @@ def _operations(name: str) -> tuple[Lower, Lower, Lower, Lookup]:
     if name == "avx2":
         return isa_avx2.dot4_us, isa_avx2.dot4_us_full, isa_avx2.dot2, isa_avx2.lookup
     if name == "neon":
-        return isa_neon.dot4_us, isa_neon.dot4_us_full, isa_generic.dot2, isa_neon.lookup
+        return isa_neon.dot4_us, isa_neon.dot4_us_full, isa_neon.dot2, isa_neon.lookup
     return isa_generic.dot4, isa_generic.dot4, isa_generic.dot2, isa_generic.lookup
 
 

@@ -16,8 +16,6 @@ from typing import Any
 _CPUINFO = Path("/proc/cpuinfo")
 _MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
 """Lines of cpuinfo that tell processors apart."""
-_LINUX_NAMES = {"asimddp": "dotprod"}
-"""Features that Linux calls otherwise than LLVM does, underscores apart."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Isa:
             return llvm.get_host_cpu_name(), features
         if self.name == "generic":
             return "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic", ""
-        return {"avxvnni": ("x86-64-v3", "+avxvnni"), "avx2": ("x86-64-v3", ""), "neon": ("generic", "+neon,+dotprod,+fullfp16")}[self.name]
+        return {"avxvnni": ("x86-64-v3", "+avxvnni"), "avx2": ("x86-64-v3", ""), "neon": ("generic", "+neon,+dotprod")}[self.name]
 
     @functools.cached_property
     def ops(self) -> Any:
@@ -76,9 +74,8 @@ def _cpuinfo() -> dict[str, str]:
 def _features() -> set[str]:
     """LLVM's names, without hyphens, of what this processor has."""
     info = _cpuinfo()
-    told = info.get("flags") or info.get("Features")
-    if told:
-        return {_LINUX_NAMES.get(name, name).replace("_", "") for name in told.split()}
+    if told := info.get("flags"):
+        return {name.replace("_", "") for name in told.split()}
     import llvmlite.binding as llvm
 
     return {name.replace("-", "") for name, on in llvm.get_host_cpu_features().items() if on}
@@ -97,9 +94,9 @@ def processor() -> tuple[str, ...]:
 def available() -> list[str]:
     """Names of the instruction sets this machine executes, best first."""
     machine = platform.machine().lower()
-    has = _features()
     found = []
     if machine in ("x86_64", "amd64"):
+        has = _features()
         avx2 = has >= {"avx2", "fma", "f16c", "bmi2"}
         avx512 = avx2 and has >= {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
         if avx512 and has >= {"amxtile", "amxint8"} and _amx_permitted():
@@ -110,9 +107,25 @@ def available() -> list[str]:
             found.append("avxvnni")
         if avx2:
             found.append("avx2")
-    elif machine in ("arm64", "aarch64") and (sys.platform == "darwin" or "dotprod" in has):
+    elif machine in ("arm64", "aarch64") and _arm_has_dot_products():
         found.append("neon")
     return [*found, "generic"]
+
+
+def _arm_has_dot_products() -> bool:
+    """Whether this ARM processor has SDOT. On Linux the kernel is asked: LLVM's list of features leaves it out there, and an emulator's
+    cpuinfo may be that of the machine below.
+    """
+    if sys.platform == "darwin":
+        return True
+    if sys.platform != "linux":
+        return "dotprod" in _features()
+    import ctypes
+
+    capabilities, asimddp = 16, 1 << 20
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return bool(getauxval(capabilities) & asimddp)
 
 
 @functools.cache

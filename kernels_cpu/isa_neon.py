@@ -1,4 +1,4 @@
-"""Integer dot products of Armv8.2 dotprod and table lookup, on the four 16-byte quarters of a vector (Arm's manual, SDOT and TBL)."""
+"""Integer dot products of Armv8.2 dotprod and table lookup, on the four 16-byte quarters of a vector (Arm's manual: SDOT, ADDP, TBL)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,22 @@ def dot4_us(builder: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> i
 
 
 def dot4_us_full(builder: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-    """w up to 255, as its low seven bits and its top bit, since sdot takes signed bytes only."""
+    """w up to 255: sdot takes signed bytes only, so that of w - 128, plus 128 times the sum of x, which is the same for all rows."""
     byte = ir.IntType(8)
-    low = builder.and_(w, splat(builder, ir.Constant(byte, 0x7F), 64))
-    top = builder.lshr(w, splat(builder, ir.Constant(byte, 7), 64))
-    tops = dot4_us(builder, ir.Constant(acc.type, None), top, x)
-    return builder.add(dot4_us(builder, acc, low, x), builder.shl(tops, splat(builder, ir.Constant(_i32, 7), 16)))
+    signed = builder.xor(w, splat(builder, ir.Constant(byte, 0x80), 64))
+    sums = dot4_us(builder, ir.Constant(acc.type, None), ir.Constant(w.type, [64] * 64), x)
+    return builder.add(dot4_us(builder, acc, signed, x), builder.shl(sums, splat(builder, ir.Constant(_i32, 1), 16)))
+
+
+def dot2(builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """smull of both halves, then addp."""
+    wide, four = ir.VectorType(_i32, 8), ir.VectorType(_i32, 4)
+    parts = []
+    for i in range(4):
+        products = builder.mul(builder.sext(_quarter(builder, a, i), wide), builder.sext(_quarter(builder, b, i), wide))
+        halves = [builder.shuffle_vector(products, products, ir.Constant(four, list(range(at, at + 4)))) for at in (0, 4)]
+        parts.append(builder.add(_quarter(builder, acc, i), call(builder, "llvm.aarch64.neon.addp.v4i32", four, halves)))
+    return _join(builder, parts)
 
 
 def lookup(builder: ir.IRBuilder, table: tuple[int, ...], index: ir.Value) -> ir.Value:

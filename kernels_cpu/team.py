@@ -6,7 +6,8 @@ goes on to the next row, or, where that row waits, until the chunks others hold 
 chunk: one that the system has put to sleep delays nothing but the chunk it was computing.
 
 The chunk counter of a row carries the number of the pass in its upper half, so a thread that wakes up in a later pass than it fell asleep
-in can take nothing and leaves.
+in can take nothing and leaves. That holds only where the counters are seen to change before the counts do, and both before the pass is seen
+to begin; not every processor shows one core's writes to another in their order, so a kernel publishes a pass, with what it takes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
 """Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 40 and 48 when the caller's
-thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next chunk, 72 chunks done."""
+thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next chunk, 72 chunks done, 80 and 88 what the pass
+to come has at 16 and 32."""
 BEGAN, ENDED = 40 // 8, 48 // 8
 WORDS = INSTRUCTION // 8
 SPINS_BEFORE_YIELD = 4_000
@@ -113,9 +115,30 @@ def follow(isa: Any) -> Any:
     return kernel
 
 
+def publish(isa: Any) -> Any:
+    """The next pass, for whoever follows: args = state words, head = program, chunk = its rows, thread = the pass's number."""
+    from localrun.kernels_cpu.atomics import atomic_add, fence
+    from localrun.kernels_cpu.simd import load_i64, store_scalar
+
+    def kernel(args: int, program: int, n: int, epoch: int) -> None:
+        for row in range(program, program + n * INSTRUCTION, INSTRUCTION):
+            store_scalar(row + 64, epoch << 32)
+        # From here on a thread still in an earlier pass can take nothing, whatever the counts become.
+        fence()
+        for row in range(program, program + n * INSTRUCTION, INSTRUCTION):
+            store_scalar(row + 72, 0)
+            store_scalar(row + 16, load_i64(row + 80))
+            store_scalar(row + 32, load_i64(row + 88))
+        store_scalar(args + 8, program)
+        store_scalar(args + 16, n)
+        atomic_add(args, 1)
+
+    return kernel
+
+
 def specs() -> list[KernelSpec]:
     """The kernels a team itself needs."""
-    return [KernelSpec("team", "replay"), KernelSpec("team", "follow")]
+    return [KernelSpec("team", name) for name in ("replay", "follow", "publish")]
 
 
 def _yield_function() -> int:
@@ -140,6 +163,7 @@ class Team:
         replay_address = addresses[replaying]
         self._replay = entry(replay_address)
         self._follow = entry(addresses[KernelSpec("team", "follow")])
+        self._publish = entry(addresses[KernelSpec("team", "publish")])
         self.n_threads = n_threads
         self._header = header
         # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as it.
@@ -163,14 +187,9 @@ class Team:
         epoch = int(self._state[0]) + 1
         if not any(known is program for known in self._programs):
             self._programs.append(program)
-        # The pass number goes first: from here on a thread still in an earlier pass can take nothing, whatever the counts become.
-        program[:, 8] = epoch << 32
-        program[:, 9] = 0
-        program[:, 2] = chunks
-        program[:, 4] = grains
-        self._state[1] = program.ctypes.data
-        self._state[2] = len(program)
-        self._state[0] = epoch
+        program[:, 10] = chunks
+        program[:, 11] = grains
+        self._publish(self._state.ctypes.data, program.ctypes.data, len(program), epoch)
         for i in range(1, self.n_threads):
             if self._asleep[i]:
                 self._asleep[i] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 
 import pytest
 
@@ -51,11 +52,18 @@ def test_code_without_a_loop_is_refused() -> None:
         inspect.analyse(ASSEMBLY, "generic", "Q8_0", 1)
 
 
-@pytest.mark.parametrize(("name", "mnemonics"), [("Q4_K", "sdot"), ("Q8_0", "sdot"), ("IQ4_XS", "sdot tbl"), ("F16", "fcvtl fmla")])
-def test_neon_has_its_instructions(name: str, mnemonics: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "mnemonics", "times"),
+    [("Q4_K", "sdot addp smull", 32), ("Q8_0", "sdot eor", 8), ("IQ4_XS", "sdot tbl", 16), ("F16", "fcvtl fmla", 1)],
+)
+def test_neon_has_its_instructions(name: str, mnemonics: str, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the loop that multiplies runs as often as it must; nothing of it is kept in memory."""
     assert inspect.main([name, "--isa", "neon", "--all"]) == 0
     out = capsys.readouterr().out
     assert all(f"\t{mnemonic}" in out for mnemonic in mnemonics.split())
+    assert f"It runs {times} time(s) for" in out
+    assert inspect.main([name, "--isa", "neon"]) == 0
+    assert "sp" not in re.findall(r"\[(\w+)", capsys.readouterr().out)
     assert f"{name}, neon, tile of 16 rows, 1 token(s)." in out
     assert "Instructions on 64 weights of each row: " in out
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from localrun.kernels_cpu import isa
+from localrun.kernels_cpu.compile import inspect_asm
+from localrun.kernels_cpu.inspect import instructions
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
@@ -67,3 +69,14 @@ def test_fewer_chunks_than_threads_and_none_at_all(library: KernelLibrary) -> No
     finally:
         team.close()
         team.close()
+        team.close()
+
+
+def test_processors_that_reorder_writes_are_told_not_to() -> None:
+    """On ARM: the counters, a barrier, the counts, and last, by a store that releases, the pass."""
+    code = inspect_asm(KernelSpec("team", "publish"), isa.build("neon"), "aarch64-linux-gnu")
+    names = [name for name in instructions(code.splitlines()) if name.startswith(("st", "dmb"))]
+    barriers = [i for i, name in enumerate(names) if name == "dmb"]
+    assert set(names[: barriers[0]]) == {"str"}
+    assert names[-1] == "stlxr"
+    assert names.count("stlxr") == 1
