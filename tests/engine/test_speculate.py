@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -158,7 +159,7 @@ def test_drafts_leave_prompts_their_share_of_the_target() -> None:
     long = harness.ask("x" * 1500, temperature=0, max_tokens=2)
     while not long.pieces:
         step()
-    worst = max(b - a for at in times for a, b in zip(at, at[1:]) if b > asked)
+    worst = max(b - a for at in times for a, b in pairwise(at) if b > asked)
     assert worst < 0.25
     assert clock() - asked < 3 * (0.045 * 8 + 0.003 * 1500), "half of the time at least is the prompt's"
     assert all(stream.finished is None for stream in streams)
