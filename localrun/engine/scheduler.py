@@ -19,6 +19,10 @@ LEVEL_S = 30.0
 """Seconds of waiting that one level of priority is worth."""
 MIN_CHUNK = 16
 """A prompt advances by this much even when the running streams alone take the step's whole time."""
+TILE = 16
+"""Rows that matrix instructions take at a time."""
+_LEEWAY = 0.05
+"""By so much of its time a step may become longer for a full tile."""
 ALIGN_FROM = 128
 """Chunks this large end where a block ends, so that another prompt with the same beginning can go on from there."""
 
@@ -267,6 +271,8 @@ class Scheduler:
             count = min(room, MIN_CHUNK)
             at_least = self.cost.predict(plan.rows + count, plan.attended + count * per_row, plan.outputs)
             count = max(count, self._rows_within(plan, at_least, per_row, room))  # more rows, where they come at no more cost
+        elif count < room:
+            count = self._whole_tiles(plan, seconds, per_row, count, room)
         if count < whole:
             if room < whole or any(not s.seq.is_decoding for s in plan.slices):
                 return False
@@ -287,6 +293,17 @@ class Scheduler:
 
     def _rows_within(self, plan: Plan, seconds: float, per_row: int, most: int) -> int:
         return self.cost.rows_within(seconds, plan.rows, plan.attended, plan.outputs, per_row, most)
+
+    def _whole_tiles(self, plan: Plan, seconds: float, per_row: int, count: int, most: int) -> int:
+        """A chunk with which the pass fills its last tile, or does not begin one: a tile of a few rows costs as much as a full one, which a
+        straight line between sizes does not show."""
+        begun = (plan.rows + count) % TILE
+        if not begun or plan.rows + count < 2 * TILE:
+            return count
+        more = count + TILE - begun
+        if more <= most and self.cost.predict(plan.rows + more, plan.attended + more * per_row, plan.outputs) <= seconds * (1 + _LEEWAY):
+            return more
+        return count - begun if count - begun >= MIN_CHUNK else count
 
     def _will_be_shared(self, plan: Plan, seq: Sequence) -> bool:
         """Whether this step computes, for another sequence, the block that this one needs next: then it waits a step and takes it from the

@@ -146,6 +146,23 @@ def test_small_chunks_beside_streams_are_left_behind() -> None:
     assert max(max(r.gaps) for r in simulation.requests) < 0.4
 
 
+def test_chunks_beside_streams_fill_whole_tiles() -> None:
+    """One row more than a full tile costs as much as sixteen more: no pass is cut there, nor much above the target."""
+    simulation = Simulation(tiles)
+    for _ in range(3):
+        simulation.add(400, 20)
+    for _ in range(20):
+        simulation.step()
+    long = simulation.add(5, 2000)
+    while not long.token_times:
+        simulation.step()
+    passes = [plan.rows for plan in simulation.plans if any(s.seq is long.seq for s in plan.slices)]
+    assert all(rows % 16 == 0 for rows in passes[4:-1])
+    assert max(max(r.gaps) for r in simulation.requests[:3]) < 0.22
+    in_tiles_of_their_own = 2000 / (3 * 16 - 3) * (0.048 + 3 * 0.04)
+    assert long.response_s < 1.05 * in_tiles_of_their_own
+
+
 def test_a_prompt_alone_takes_larger_chunks() -> None:
     simulation = Simulation(laptop)
     simulation.add(2, 2000)
