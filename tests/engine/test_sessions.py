@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from localrun.engine import runner
 from localrun.engine.sessions import Chain, SessionStore, root_key
 from localrun.errors import Unsupported
-from localrun.messages import Sampling
+from localrun.messages import Finished, FromRunner, Generate, Load, Piece, Sampling, Shutdown, decode_from_runner, encode
 from tests.engine import oracle
 from tests.engine.harness import Harness
 from tests.fakes import BOS, FakeClock, FakeModel
@@ -57,6 +62,48 @@ def test_a_long_chat_goes_on_after_a_restart(tmp_path: Path) -> None:
     cold.run()
     assert after.answer == plain.answer
     second.close()
+
+
+def answered(asked: Generate, **load: Any) -> tuple[Finished, list[float]]:
+    """By a runner of its own, which ends behind it; and the log-probabilities."""
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=runner.main, args=(theirs,))
+    thread.start()
+    frame = Load(cache_dir=os.environ["LOCALRUN_CACHE"], kv_budget=4 << 20, num_thread=2, gpu_layers=0, **load)
+    for message in (frame, asked):
+        ours.send_bytes(encode(message))
+    event: FromRunner | None = None
+    logprobs: list[float] = []
+    while not isinstance(event, Finished):
+        assert ours.poll(60), "the runner says nothing"
+        event = decode_from_runner(ours.recv_bytes())
+        logprobs += [one.logprob for one in event.logprobs] if isinstance(event, Piece) else []
+    ours.send_bytes(encode(Shutdown()))
+    thread.join(60)
+    assert not thread.is_alive()
+    ours.close()
+    return event, logprobs
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_kernels_go_on_where_another_process_stopped(tmp_path: Path, shared: Path, kv_type: str, temperature: float) -> None:
+    """A real model (with windows): what a runner has left on disk gives the next one the tokens, and their log-probabilities, of a cold run."""
+    file = shared / "arch" / "gemma3" / "q4_0.gguf"
+    prompt = [int(token) for token in np.random.default_rng(3).integers(3, 250, 120)]
+
+    def turn(tokens: list[int], folder: str) -> tuple[Finished, list[float]]:
+        sampling = Sampling(seed=5, temperature=temperature, top_k=0, top_p=1.0, ignore_eos=True)
+        asked = Generate(request_id="a", prompt_tokens=tokens, sampling=sampling, max_tokens=24, session=bool(folder), logprobs=0)
+        kept = {"session_dir": folder, "session_bytes": 1 << 30} if folder else {}
+        return answered(asked, path=str(file), digest="sha256:ab", kv_cache_type=kv_type, **kept)
+
+    before, _ = turn(prompt, str(tmp_path / "sessions"))
+    longer = [*before.context, 65, 66, 67]
+    (resumed, known), (cold, anew) = turn(longer, str(tmp_path / "sessions")), turn(longer, "")
+    assert (resumed.cached_tokens, cold.cached_tokens) == (128, 0)
+    assert resumed.context == cold.context
+    assert known == anew and len(known) == 24
 
 
 def test_only_who_asks_is_kept_and_served(tmp_path: Path) -> None:
