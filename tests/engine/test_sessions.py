@@ -88,7 +88,7 @@ def answered(asked: Generate, **load: Any) -> tuple[Finished, list[float]]:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_kernels_go_on_where_another_process_stopped(tmp_path: Path, shared: Path, kv_type: str, temperature: float) -> None:
-    """A real model (with windows): what a runner has left on disk gives the next one the tokens, and their log-probabilities, of a cold run."""
+    """A real model, with windows: what a runner has left on disk gives the next one the tokens, and log-probabilities, of a cold run."""
     file = shared / "arch" / "gemma3" / "q4_0.gguf"
     prompt = [int(token) for token in np.random.default_rng(3).integers(3, 250, 120)]
 
