@@ -5,15 +5,14 @@ is asked of it, and what its answers mean for a row of logits. Knows nothing of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import llguidance
-import llguidance.numpy
 import numpy as np
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
+from localrun.engine.llg import Matcher, Vocabulary
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.text.tokenizer import Tokenizer
 
@@ -21,35 +20,31 @@ _WHITESPACE = r"[ \n\r\t]{0,40}"
 """Between the parts of a JSON text: enough for any indentation, too little for a model that only wants to go on with blanks."""
 
 
-class _Vocabulary:
-    """A tokenizer in the shape that llguidance takes."""
+def _made(tokenizer: Tokenizer, n_vocab: int) -> Vocabulary:
+    pieces, special = [], []
+    for token in range(n_vocab):
+        piece = tokenizer.piece(token) if token < tokenizer.n_vocab else b""
+        if not piece:
+            special.append(token)
+            piece = (tokenizer.piece(token, special=True) if token < tokenizer.n_vocab else b"") or b"<%d>" % token
+        pieces.append(piece)
 
-    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = min(tokenizer.eog_ids, default=0)
-        self.bos_token_id = tokenizer.bos_id
-        self.tokens: list[bytes] = []
-        self.special_token_ids: list[int] = []
-        for token in range(n_vocab):
-            piece = tokenizer.piece(token) if token < tokenizer.n_vocab else b""
-            if not piece:
-                self.special_token_ids.append(token)
-                piece = (tokenizer.piece(token, special=True) if token < tokenizer.n_vocab else b"") or b"<%d>" % token
-            self.tokens.append(piece)
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False, parse_special=False)
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text, add_special=False, parse_special=False)
+    return Vocabulary(pieces, special, sorted(tokenizer.eog_ids), encode)
 
 
 class GrammarCompiler:
-    """Of one model. The first use takes up to a second for a large vocabulary; later ones are quick. Safe to use from several threads."""
+    """Of one model. The first use takes up to a second for a large vocabulary, later ones are quick; nothing else waits for it. Safe to use
+    from several threads.
+    """
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._lock = threading.Lock()
-        self._made: Any = None
-        self._prepared = False
+        self._made: Vocabulary | None = None
 
     def compile(self, wanted: str | dict[str, Any]) -> Constraint:
         """What `Generate.format` asks for: "json" (an object), a JSON schema, {"regex": ...}, or {"grammar": ...} in Lark's or llama.cpp's
@@ -67,71 +62,62 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: str, kind: str, param: str) -> Constraint:
         vocabulary = self._vocabulary()
-        is_error, complaints = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
-        if is_error:
-            complaint = _one_line(complaints[0] if complaints else "it is not valid")
+        complaint = vocabulary.complaint(grammar)
+        if complaint is not None:
+            complaint = _one_line(complaint)
             if "nimplemented" in complaint or "nknown format" in complaint or "not supported" in complaint:
                 raise Unsupported(f"{param}: the {kind} asks for what is not supported: {complaint}", param=param)
             raise BadRequest(f"{param}: the {kind} is not valid: {complaint}", param=param)
-        return Constraint(llguidance.LLMatcher(vocabulary, grammar, log_level=0), self._n_vocab)
+        return Constraint(vocabulary.matcher(grammar), self._n_vocab)
 
-    def _vocabulary(self) -> Any:
+    def _vocabulary(self) -> Vocabulary:
         with self._lock:
             if self._made is None:
                 if not self._tokenizer.eog_ids:
                     raise Unsupported("format: this model has no token that ends an answer, which structured output needs", param="format")
-                wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._n_vocab))
-                self._made = llguidance.LLTokenizer(wrapped, eos_token=sorted(self._tokenizer.eog_ids), slices=[])
+                self._made = _made(self._tokenizer, self._n_vocab)
             return self._made
 
     def prepare(self) -> None:
-        """Makes what all grammars need, and what makes strings in JSON quick: for a time when nobody waits, since it holds the interpreter
-        for as long as it takes, up to two seconds for a large vocabulary. Without it, the first `compile` takes half of that.
-        """
-        if self._prepared or not self._tokenizer.eog_ids:
-            return
-        vocabulary = self._vocabulary().with_slices(llguidance.LLTokenizer.general_slices())
-        with self._lock:
-            self._made, self._prepared = vocabulary, True
+        """Makes what all grammars need, which the first `compile` would wait for."""
+        if self._tokenizer.eog_ids:
+            self._vocabulary()
 
 
 class Constraint:
     """The state of one answer in its grammar."""
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Matcher, n_vocab: int) -> None:
         self._matcher = matcher
         self.n_vocab = n_vocab
-        self._bits = llguidance.numpy.allocate_token_bitmask(1, n_vocab)
+        self._bits = np.zeros(-(-n_vocab // 32), np.uint32)
+        self._check(matcher.error is None)
 
     @property
     def complete(self) -> bool:
         """Nothing more can come: the answer is done without an end-of-turn token."""
-        return bool(self._matcher.is_stopped())
+        return self._matcher.stopped
 
     def allowed(self) -> NDArray[np.bool_]:
         """bool (n_vocab,): which tokens may come next. Raises LocalrunError when the grammar has become too much for its engine."""
-        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bits, 0)
-        self._check()
-        return np.unpackbits(self._bits[0].view(np.uint8), count=self.n_vocab, bitorder="little").view(np.bool_)
+        self._check(self._matcher.mask(self._bits))
+        return np.unpackbits(self._bits.view(np.uint8), count=self.n_vocab, bitorder="little").view(np.bool_)
 
     def accept(self, token: int) -> None:
         """The token has been chosen."""
-        self._matcher.consume_token(token)
-        self._check()
+        self._check(self._matcher.consume(token))
 
     def forced(self) -> list[int]:
         """The tokens that must come next, whatever the model says; mostly none."""
-        tokens: Sequence[int] = self._matcher.compute_ff_tokens()
-        return list(tokens)
+        return self._matcher.forced()
 
     def take_back(self, n: int) -> None:
         """The last n tokens have not been chosen after all."""
-        if n and not self._matcher.rollback(n):
-            raise LocalrunError(f"structured output: {_one_line(self._matcher.get_error())}")
+        self._check(not n or self._matcher.roll_back(n))
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise LocalrunError(f"structured output: {_one_line(self._matcher.get_error())}")
+    def _check(self, went_well: bool) -> None:
+        if not went_well:
+            raise LocalrunError(f"structured output: {_one_line(self._matcher.error or 'the engine of grammars gave up')}")
 
 
 def _grammar(wanted: str | dict[str, Any]) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -57,7 +58,12 @@ from localrun.models.model import BLOCK_TOKENS
 log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
-"""After so long without work, once, what the first request with a grammar would wait for is made: then streams never wait for it."""
+"""After so long without work, once, what the first request with a grammar would wait for is made."""
+PREPARING_S = 5.0
+"""How long the end of a runner waits for that."""
+SWITCH_S = 0.001
+"""Between two threads that both have Python to run: the engine takes up the interpreter several times a step, and streams shall not wait
+Python's own 5 ms each time while a prompt is tokenized, or a vocabulary made, in another thread."""
 
 
 class DaemonGone(Exception):
@@ -120,6 +126,7 @@ def main(connection: Connection, load: Loader | str | None = None) -> None:
 
 def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
     began = time.monotonic()
+    sys.setswitchinterval(SWITCH_S)
     ready: Future[Runner] = Future()
     threading.Thread(target=_listen, args=(pipe, ready), name="reader", daemon=True).start()
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
@@ -269,8 +276,8 @@ class Runner:
         )
         self._intake = Intake(parts, n_blocks * BLOCK_TOKENS, self.engine.adapters, keeps_sessions=sessions is not None)
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
-        self._prepared = False
-        """Whether the first quiet moment has been used."""
+        self._preparing: threading.Thread | None = None
+        """Uses the first quiet moment."""
         self._desk = ImageDesk(parts.encoder, lambda job: self._inbox.put(job), max_queue) if parts.encoder is not None else None
         self._inbox: queue.SimpleQueue[Job | Withdrawn | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
@@ -282,18 +289,21 @@ class Runner:
         finally:
             if self._desk is not None:
                 self._desk.close()
+            if self._preparing is not None:
+                self._preparing.join(PREPARING_S)
 
     def _take_messages(self) -> bool:
         """Handles what has come; waits for something when there is no work. False: the end."""
         while True:
             idle = not self.engine.has_work
             try:
-                message = self._inbox.get(block=idle, timeout=None if self._prepared else IDLE_S)
+                message = self._inbox.get(block=idle, timeout=None if self._preparing else IDLE_S)
             except queue.Empty:
                 if not idle:
                     return True
-                self._prepared = True
-                self._intake.prepare()
+                # Beside the engine: who asks for something meanwhile does not wait for it.
+                self._preparing = threading.Thread(target=self._intake.prepare, name="preparing", daemon=True)
+                self._preparing.start()
                 continue
             if isinstance(message, Shutdown):
                 return False

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
+import llguidance
+import llguidance.numpy
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrun.engine.grammar import GrammarCompiler
+from localrun.engine.llg import Vocabulary, _lib
 from localrun.errors import BadRequest, LocalrunError, Unsupported
 from localrun.messages import Sampling
 from tests.engine.harness import Harness, Outcome
-from tests.fakes import EOS, FakeClock, FakeModel, FakeTokenizer, ScriptedModel
+from tests.fakes import EOS, SPECIALS, FakeClock, FakeModel, FakeTokenizer, ScriptedModel
 
 # Closes strings and lists sooner or later: a model of pure noise would go on for ever.
 TENDENCIES = {ord('"'): 6.0, ord("}"): 6.0, ord("]"): 6.0, ord("\\"): -20.0, EOS: 6.0}
@@ -237,17 +242,57 @@ def test_random_schemas_are_followed(schema: dict[str, Any], seed: int) -> None:
     assert fits(json.loads(outcome.text), schema), outcome.text
 
 
-def test_what_is_prepared_in_a_quiet_moment_says_the_same() -> None:
-    """The masks of a grammar before and after, along a JSON text; a request begun before goes on."""
+def test_masks_and_forced_tokens_are_those_of_the_python_classes() -> None:
+    """Along a JSON text, token by token, and back again."""
     tokenizer = FakeTokenizer()
-    compiler = GrammarCompiler(tokenizer, tokenizer.n_vocab)  # type: ignore[arg-type]
-    before = compiler.compile(PERSON)
-    compiler.prepare()
-    compiler.prepare()
-    after = compiler.compile(PERSON)
-    for token in tokenizer.encode('{"name": "hello", "age": 12}', add_special=False):
-        assert (before.allowed() == after.allowed()).all()
-        before.accept(token)
-        after.accept(token)
-    assert before.complete
-    assert after.complete
+    n = tokenizer.n_vocab
+
+    class Wrapped:
+        eos_token_id, bos_token_id = min(tokenizer.eog_ids), tokenizer.bos_id
+        special_token_ids = sorted(SPECIALS)
+        tokens = [tokenizer.piece(token, special=True) for token in range(n)]  # noqa: RUF012
+
+        def __call__(self, text: bytes) -> list[int]:
+            return tokenizer.encode(text, add_special=False, parse_special=False)
+
+    theirs = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Wrapped()), eos_token=sorted(tokenizer.eog_ids))
+    schema = llguidance.LLMatcher.grammar_from_json_schema(PERSON, defaults={"whitespace_pattern": r"[ \n\r\t]{0,40}"})
+    matcher = llguidance.LLMatcher(theirs, schema, log_level=0)
+    ours = GrammarCompiler(tokenizer, n).compile(PERSON)  # type: ignore[arg-type]
+    bits = llguidance.numpy.allocate_token_bitmask(1, n)
+    text = tokenizer.encode('{"name": "h\u00e9llo \ud55c", "age": 12}', add_special=False)
+    for token in [*text, None]:
+        llguidance.numpy.fill_next_token_bitmask(matcher, bits, 0)
+        expected = np.unpackbits(bits[0].view(np.uint8), count=n, bitorder="little").view(np.bool_)
+        assert ours.allowed().tolist() == expected.tolist()
+        assert ours.forced() == list(matcher.compute_ff_tokens())
+        if token is not None:
+            ours.accept(token)
+            matcher.consume_token(token)
+    assert ours.complete and matcher.is_stopped()
+    ours.take_back(3)
+    assert ours.allowed()[text[-3]]
+
+
+def test_nobody_waits_while_a_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads run Python while the library works on it: streams are not held up."""
+    rng = np.random.default_rng(1)
+    pieces = [rng.integers(32, 127, size, np.uint8).tobytes() for size in rng.integers(2, 9, 60_000)]
+    begun, done = threading.Event(), threading.Event()
+    make = getattr(_lib(), "llg_new_tokenizer_v2")  # noqa: B009
+
+    def watched(*arguments: Any) -> Any:
+        begun.set()
+        made = make(*arguments)
+        done.set()
+        return made
+
+    monkeypatch.setattr(_lib(), "llg_new_tokenizer_v2", watched)
+    thread = threading.Thread(target=Vocabulary, args=(pieces, [], [0], lambda text: []))
+    thread.start()
+    assert begun.wait(30)
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 5
