@@ -168,11 +168,13 @@ class Team:
         self._header = header
         # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as it.
         self._library = library
-        self._programs: list[NDArray[np.int64]] = []
+        self._programs: dict[int, tuple[NDArray[np.int64], int]] = {}
+        """By id: each with its address, which NumPy takes as long to tell as ten other calls."""
         # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay; then, a cache line each, the last pass of each thread
         self._state = np.zeros(8 * (n_threads + 2), np.int64)
         self._state[3] = _yield_function()
         self._state[4] = replay_address
+        self._addresses = self._state.ctypes.data, header.ctypes.data
         self._asleep = [True] * n_threads
         self._wake = [threading.Semaphore(0) for _ in range(n_threads)]
         self._closed = False
@@ -185,16 +187,17 @@ class Team:
         more to take than to do). Returns when all are done.
         """
         epoch = int(self._state[0]) + 1
-        if not any(known is program for known in self._programs):
-            self._programs.append(program)
+        known = self._programs.get(id(program))
+        if known is None:
+            known = self._programs[id(program)] = program, program.ctypes.data
         program[:, 10] = chunks
         program[:, 11] = grains
-        self._publish(self._state.ctypes.data, program.ctypes.data, len(program), epoch)
+        self._publish(self._addresses[0], known[1], len(program), epoch)
         for i in range(1, self.n_threads):
             if self._asleep[i]:
                 self._asleep[i] = False
                 self._wake[i].release()
-        self._replay(self._state.ctypes.data, self._header.ctypes.data, epoch, 0)
+        self._replay(*self._addresses, epoch, 0)
 
     def _work(self, thread: int) -> None:
         """A worker: sleeps on its semaphore, wakes for a pass, follows as long as passes come quickly."""
@@ -204,7 +207,7 @@ class Team:
             if self._closed:
                 return
             while True:
-                self._follow(self._state.ctypes.data, self._header.ctypes.data, last, thread)
+                self._follow(*self._addresses, last, thread)
                 last = int(self._state[8 + 8 * thread])
                 self._asleep[thread] = True
                 # A pass published between the last look and the line above has not seen the flag; take it now.
