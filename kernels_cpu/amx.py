@@ -33,17 +33,16 @@ from localrun.kernels_cpu.amx_sizes import (
     SUMS,
 )
 from localrun.kernels_cpu.expand import expand_32, expand_256
+from localrun.kernels_cpu.fetch import fetch_ahead
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import AHEAD
 from localrun.kernels_cpu.simd import (
     f16_to_f32,
     load_f16x16,
     load_f32x16,
     load_i8x32,
     load_i16x32,
-    prefetch,
     splat_f32,
     splat_i32,
     store,
@@ -337,7 +336,7 @@ def make_groups(isa: Isa, type_name: str) -> Any:
                 packed = w + g * group_bytes
                 sums = scratch + FLOATS + g * sums_bytes
                 for i in range(b, b + blocks):
-                    prefetch(packed + i * step + AHEAD, lines)
+                    fetch_ahead(packed + i * step, lines)
                     if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
                     else:

@@ -16,6 +16,7 @@ import numpy as np
 from localrun.kernels_cpu import head as H
 from localrun.kernels_cpu.attention_sizes import ALIBI, BOTH, FRAME, FURTHER, PART, QUERIES, STEP, TABLE_BIAS
 from localrun.kernels_cpu.elementwise import _prepare
+from localrun.kernels_cpu.fetch import prefetch
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.kv import Codec
 from localrun.kernels_cpu.math import tanh, vexp
@@ -31,7 +32,6 @@ from localrun.kernels_cpu.simd import (
     load_i32x16,
     load_i64,
     max_f32,
-    prefetch,
     splat_f32,
     store,
     store_scalar,

@@ -21,10 +21,11 @@ import numba
 from localrun.kernels_cpu import amx
 from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
+from localrun.kernels_cpu.fetch import fetch_ahead
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
-from localrun.kernels_cpu.pack import AHEAD, group_packer
+from localrun.kernels_cpu.pack import group_packer
 from localrun.kernels_cpu.simd import (
     bits_f32,
     bytes_of,
@@ -37,7 +38,6 @@ from localrun.kernels_cpu.simd import (
     load_i16x16,
     load_i64,
     load_u8x64,
-    prefetch,
     sar,
     splat_f32,
     splat_i32,
@@ -77,7 +77,7 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
         for _ in range(n):
             total = zeros_i32(tokens)
             for j in range(4):
-                prefetch(w + AHEAD + j * spread * 64, spread)
+                fetch_ahead(w + j * spread * 64, spread)
                 low = zeros_i32(tokens)
                 high = zeros_i32(tokens)
                 for g in range(8):
@@ -115,7 +115,7 @@ def _tile_q6_k(isa: Isa, tokens: int) -> Any:
         for _ in range(n):
             total = zeros_i32(tokens)
             for part in range(8):  # half of 128 values (2) x first or second 16 of each 32 (2) x lower or upper 32 of a byte pair (2)
-                prefetch(w + AHEAD + part * 448, 7)
+                fetch_ahead(w + part * 448, 7)
                 half, side, pair = part >> 2, (part >> 1) & 1, part & 1
                 first = zeros_i32(tokens)
                 second = zeros_i32(tokens)
@@ -164,7 +164,7 @@ def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
         u = w + n * quants
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            prefetch(w + AHEAD, lines)
+            fetch_ahead(w, lines)
             dots = zeros_i32(tokens)
             if not with_min:
                 dots = tile_splat_i32(acc, meta + offset, stride)
@@ -201,7 +201,7 @@ def _tile_q8_0(isa: Isa, tokens: int) -> Any:
         u = w + n * 512
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            prefetch(w + AHEAD, 8)
+            fetch_ahead(w, 8)
             dots = tile_splat_i32(acc, meta + 16, stride)
             for g in range(8):
                 dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4, stride)

@@ -10,12 +10,10 @@ from typing import Any
 
 import numba
 
+from localrun.kernels_cpu.fetch import fetch_ahead
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.measure_sizes import accumulators
-from localrun.kernels_cpu.simd import load_i32x16, load_i64, load_u8x64, prefetch, store, store_scalar, tile_store_all, zeros_i32
-
-AHEAD = 2048
-"""Bytes between what is read and what is asked for."""
+from localrun.kernels_cpu.simd import load_i32x16, load_i64, load_u8x64, store, store_scalar, tile_store_all, zeros_i32
 
 
 def read(isa: Isa) -> Any:
@@ -30,7 +28,7 @@ def read(isa: Isa) -> Any:
         c = load_i32x16(at + 128)
         d = load_i32x16(at + 192)
         while at < end:
-            prefetch(at + AHEAD, 4)
+            fetch_ahead(at, 4)
             a = a + load_i32x16(at)
             b = b + load_i32x16(at + 64)
             c = c + load_i32x16(at + 128)

@@ -37,9 +37,6 @@ from localrun.kernels_cpu.octets import OCTETS, octet_packer
 from localrun.kernels_cpu.simd import load_i32, load_i64, load_u8, store_scalar
 from localrun.kernels_cpu.sizes import PACKINGS
 
-AHEAD = 4096
-"""How far before their use weights are fetched, bytes: hardware prefetching alone leaves a fifth of the memory's speed unused."""
-
 
 @numba.njit
 def _word(source: int, target: int) -> None:

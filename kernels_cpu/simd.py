@@ -670,23 +670,6 @@ def store_f16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, address: Any, lines: Any) -> Any:
-    """Asks for `lines` (a compile-time constant) cache lines from `address` on. Any address is allowed."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        byte = ir.IntType(8).as_pointer()
-        fnty = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
-        function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-        for i in range(lines.literal_value):
-            at = builder.inttoptr(builder.add(args[0], ir.Constant(args[0].type, 64 * i)), byte)
-            read, keep, data = ir.Constant(_i32, 0), ir.Constant(_i32, 3), ir.Constant(_i32, 1)
-            builder.call(function, [at, read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, lines), codegen
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def zero_like(typingctx: Any, tile: Any) -> Any:
     """A tile of zeros of the same kind."""

@@ -10,9 +10,9 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu.activation_sizes import META, SUPER
+from localrun.kernels_cpu.fetch import fetch_ahead
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, Octets
-from localrun.kernels_cpu.pack import AHEAD
 from localrun.kernels_cpu.simd import (
     bits_f32,
     bytes_of,
@@ -22,7 +22,6 @@ from localrun.kernels_cpu.simd import (
     load_i8x32,
     load_i16x16,
     load_u8x64,
-    prefetch,
     sar,
     splat_i32,
     tile_fma,
@@ -186,7 +185,7 @@ def _tile_256(isa: Isa, o: Octets, tokens: int) -> Any:
     def tile(w: int, n: int, x: int, stride: int) -> Any:
         acc = zeros_f32(tokens)
         for _ in range(n):
-            prefetch(w + AHEAD, lines)
+            fetch_ahead(w, lines)
             total = zeros_i32(tokens)
             offsets = zeros_i32(tokens)
             if by_two:
@@ -239,7 +238,7 @@ def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
         u = w + n * quants
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            prefetch(w + AHEAD, lines)
+            fetch_ahead(w, lines)
             first = tile_splat_i32(acc, meta + first_at, stride)
             second = tile_splat_i32(acc, meta + 24, stride)
             for g in range(4):
