@@ -33,7 +33,7 @@ from localrun.kernels_cpu.amx_sizes import (
     SUMS,
 )
 from localrun.kernels_cpu.expand import expand_32, expand_256
-from localrun.kernels_cpu.fetch import fetch_ahead
+from localrun.kernels_cpu.fetch import FAR, prefetch
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
@@ -336,7 +336,7 @@ def make_groups(isa: Isa, type_name: str) -> Any:
                 packed = w + g * group_bytes
                 sums = scratch + FLOATS + g * sums_bytes
                 for i in range(b, b + blocks):
-                    fetch_ahead(packed + i * step, lines)
+                    prefetch(packed + i * step + FAR, lines)
                     if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
                     else:
