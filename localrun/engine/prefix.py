@@ -194,10 +194,16 @@ class PrefixTree:
         return True
 
     def forget(self, block: int) -> None:
-        """Takes a leaf's block out of the tree, whoever else holds it. A block with others below it stays."""
+        """Takes a block out of the tree, whoever else holds it, and what is below it. It stays where somebody holds something of that."""
         node = self._by_block.get(block)
-        if node is not None and not node.children:
-            self._remove(node)
+        if node is None:
+            return
+        below = [node]
+        for one in below:
+            below += one.children.values()
+        if all(self._pool.references(one.block) == 1 for one in below[1:]):
+            for one in reversed(below):
+                self._remove(one)
 
     def clear(self) -> None:
         """Evicts all that nobody holds."""
