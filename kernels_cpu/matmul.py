@@ -62,6 +62,9 @@ from localrun.kernels_cpu.tiles_table import table_tile
 PANEL = 1 << 20
 """Bytes of activations that are worked on together."""
 
+FEW_REGISTERS = ("avx2", "avxvnni", "neon")
+"""Instruction sets whose registers hold the sums of 4 tokens and not of 8: those would go to memory and back with each multiplication."""
+
 # ---- tiles of kind '256' ------------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +73,18 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
     step = 2880 if high_bits else 2368
     scales = 2560 if high_bits else 2048
     spread = -(-step // 256)
+    apart = isa.name in FEW_REGISTERS and tokens == 4
+
+    @numba.njit
+    def one_side(w: int, fifth_at: int, shift: int, fifth_shift: int, x: int, stride: int) -> Any:
+        """Dot products of 32 values: the upper or the lower halves of bytes, so that only one set of sums is in registers."""
+        sums = zeros_i32(tokens)
+        for g in range(8):
+            a = (load_u8x64(w + g * 64) >> shift) & 15
+            if high_bits:
+                a = a | (bytes_of((words_of(load_u8x64(fifth_at + g * 64)) >> fifth_shift) << 4) & 16)
+            sums = dot4(sums, a, x + g * 4, stride)
+        return sums
 
     @numba.njit
     def tile(w: int, n: int, x: int, stride: int) -> Any:
@@ -78,6 +93,13 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
             total = zeros_i32(tokens)
             for j in range(4):
                 fetch_ahead(w + j * spread * 64, spread)
+                if apart:
+                    at = w + j * 512
+                    low = one_side(at, w + 2048, 0, 2 * j, x + j * 64, stride)
+                    total = tile_scale_add(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
+                    high = one_side(at, w + 2048, 4, 2 * j + 1, x + j * 64 + 32, stride)
+                    total = tile_scale_add(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+                    continue
                 low = zeros_i32(tokens)
                 high = zeros_i32(tokens)
                 for g in range(8):
@@ -275,7 +297,8 @@ def make_group(isa: Isa, type_name: str) -> Any:
     """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, out, bytes between tokens of out, bias, add)
     that writes one group's results for any number of tokens by plain tiles. bias: address of 16 float32, 0: none; add: whether to add.
     """
-    tile1, tile2, tile4, tile8 = (make_tile(isa, type_name, n) for n in (1, 2, 4, 8))
+    most = 4 if isa.name in FEW_REGISTERS else 8
+    tile1, tile2, tile4, most_tile = (make_tile(isa, type_name, n) for n in (1, 2, 4, most))
 
     @numba.njit
     def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int) -> None:
@@ -283,10 +306,10 @@ def make_group(isa: Isa, type_name: str) -> Any:
         if bias_at:
             bias = load_f32x16(bias_at)
         while tokens > 4:
-            tile_store(tile8(w, n, x, stride), out, out_stride, tokens, bias, add)
-            x += 8 * stride
-            out += 8 * out_stride
-            tokens -= 8
+            tile_store(most_tile(w, n, x, stride), out, out_stride, tokens, bias, add)
+            x += most * stride
+            out += most * out_stride
+            tokens -= most
         if tokens > 2:
             tile_store(tile4(w, n, x, stride), out, out_stride, tokens, bias, add)
         elif tokens == 2:
