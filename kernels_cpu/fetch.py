@@ -53,3 +53,14 @@ def fetch_ahead(typingctx: Any, address: Any, lines: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, lines), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_first(typingctx: Any, address: Any) -> Any:
+    """Of a stream that begins at `address`: asks for all that `fetch_ahead` will not, being behind it already."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _ask(builder, args[0], 0, FAR // 64, 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

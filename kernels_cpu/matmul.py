@@ -21,7 +21,7 @@ import numba
 from localrun.kernels_cpu import amx
 from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
-from localrun.kernels_cpu.fetch import fetch_ahead
+from localrun.kernels_cpu.fetch import fetch_ahead, fetch_first
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
@@ -348,6 +348,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
         block = tokens
         if tokens > 8 and not row_bytes:
             block = max(PANEL // stride & -32, 32)
+        if not row_bytes:
+            fetch_first(load_i64(args) + first * group_bytes)
         for t in range(0, tokens, block):
             for g in range(first, last):
                 w = load_i64(args) + g * group_bytes
