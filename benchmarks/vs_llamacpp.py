@@ -97,7 +97,7 @@ class Comparison:
         """A whole process that loads the model, reads one token and ends: seconds, and most memory."""
         tool = self.peer.tool("llama-bench")
         theirs_command = [tool, "-m", model, "-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1", "--no-warmup"]
-        base = ["-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1"]
+        base = ["-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1", "--no-warmup"]
         host.ours(model, *base)  # kernels into the cache, the file into memory
         ours = [host.ours(model, *base) for _ in range(self.rounds)]
         theirs = [host.run(theirs_command) for _ in range(self.rounds)]

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu.lora_sizes import ENTRY
-from localrun.models.lora import EMBEDDING, Adapter, Pair
+from localrun.models.lora import Adapter, Pair
 from localrun.models.model import MAX_ADAPTERS
-from localrun.models.program import Program, Site
+from localrun.models.program import EMBEDDING, Program, Site
 
 WORDS = ENTRY // 8
 

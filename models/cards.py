@@ -23,8 +23,9 @@ from localrun.kernels_gpu.device import Device, DeviceError, Launch
 from localrun.kernels_gpu.layout import CARD_TYPES
 from localrun.kernels_gpu.source import Kernel
 from localrun.models.launches import Sizes, Step, steps_of
-from localrun.models.plan import ARGS, Recorder
+from localrun.models.plan import Recorder
 from localrun.models.program import HOST, Instruction, Row
+from localrun.models.recording import ARGS
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Stack, Weight
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.models.errors import ModelFileError
+from localrun.models.gguf_values import Array, Metadata
 
 DEFAULT_ALIGNMENT = 32
 
@@ -92,7 +92,7 @@ class _Part:
         self.path = path
         self.number = number
         self.version = 0
-        self.metadata: dict[str, Any] = {}
+        self.metadata = Metadata()
         self.value_types: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._pos = 0
@@ -203,7 +203,7 @@ class _Part:
         kind = self._number(_U32, key)
         if kind == _STRING:
             # A damaged description is no reason to refuse a model: what is not UTF-8 becomes U+FFFD.
-            self.metadata[key] = self._bytes(key).decode("utf-8", "replace")
+            self.metadata.put(key, self._bytes(key).decode("utf-8", "replace"))
             self.value_types[key] = "string"
         elif kind == _ARRAY:
             self._read_array(key)
@@ -214,7 +214,7 @@ class _Part:
                 if value not in (0, 1):
                     raise self.fail(key, f"is a bool with the value {value}; only 0 and 1 are allowed")
                 value = bool(value)
-            self.metadata[key] = value
+            self.metadata.put(key, value)
             self.value_types[key] = name
         else:
             raise self.fail(key, f"has the unknown value type {kind}")
@@ -232,38 +232,34 @@ class _Part:
             raise self.fail(key, f"claims {n} items, which cannot fit into the {self._left} bytes that are left; the file is damaged")
         if n > MAX_ARRAY:
             raise self.fail(key, f"has {n} items, more than the {MAX_ARRAY} that are supported")
-        if kind == _STRING:
-            self.metadata[key] = self._read_strings(key, n)
+        start = self._pos
+        self._pos = self._end_of_strings(key, n) if kind == _STRING else start + n * smallest
+        array = Array(n, code, self._buffer[start : self._pos])
+        if kind == 7:
+            items = array.items()
+            if any(item > 1 for item in items):
+                raise self.fail(key, "is an array of bools with a value other than 0 and 1")
+            self.metadata.put(key, [item == 1 for item in items])
         else:
-            items = list(struct.unpack_from(f"<{n}{code}", self._buffer, self._pos))
-            self._pos += n * smallest
-            if kind == 7:
-                if any(item > 1 for item in items):
-                    raise self.fail(key, "is an array of bools with a value other than 0 and 1")
-                items = [item == 1 for item in items]
-            self.metadata[key] = items
+            self.metadata.put(key, array)
         self.value_types[key] = f"array[{name}]"
 
-    def _read_strings(self, key: str, n: int) -> list[str]:
-        """The hot loop of the reader (a vocabulary is 100,000s of strings): plain local variables, one check a string.
-
-        Bytes that are not UTF-8 become lone surrogates, so `s.encode("utf-8", "surrogateescape")` gives back a token's very bytes.
+    def _end_of_strings(self, key: str, n: int) -> int:
+        """Where n strings end that begin here. The hot loop of the reader (a vocabulary is 100,000s of strings): plain local variables, one
+        check a string.
         """
         buffer, end, pos = self._buffer, self._end, self._pos
         length_at = _U64.unpack_from
-        strings: list[str] = []
-        append = strings.append
+        i = 0
         try:
-            for _ in range(n):
-                start = pos + 8
-                pos = start + length_at(buffer, pos)[0]
+            for i in range(n):
+                length = length_at(buffer, pos)[0]
+                pos += 8 + length
                 if pos > end:
-                    raise self.fail(f"{key}[{len(strings)}]", f"claims to be {pos - start} bytes long, but {end - start} are left")
-                append(buffer[start:pos].decode("utf-8", "surrogateescape"))
+                    raise self.fail(f"{key}[{i}]", f"claims to be {length} bytes long, but {end - pos + length} are left")
         except struct.error:
-            raise self._truncated(f"{key}[{len(strings)}]") from None
-        self._pos = pos
-        return strings
+            raise self._truncated(f"{key}[{i}]") from None
+        return pos
 
     def _alignment(self) -> int:
         key = "general.alignment"
@@ -334,7 +330,7 @@ class GGUFFile:
         self._parts = parts
         first = parts[0]
         self.version: int = first.version
-        self.metadata: dict[str, Any] = first.metadata
+        self.metadata = first.metadata
         self.value_types: dict[str, str] = first.value_types
         self.tensors: dict[str, TensorInfo] = {}
         for part in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import platformdirs
@@ -19,25 +19,28 @@ from localrun.kernels_cpu import head, isa, sizes, team
 from localrun.kernels_cpu.attention_sizes import PART
 from localrun.kernels_cpu.library import CompileError, KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.models.adapters import Adapters
 from localrun.models.batch import BatchRows
-from localrun.models.cards import Batch, Cards
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
-from localrun.models.lora import Adapter, read_adapter
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
 from localrun.models.peaks import KERNEL as PEAKS
 from localrun.models.peaks import Peaks
 from localrun.models.placing import Recorded, place
-from localrun.models.plan import LOGITS_ADDRESS, PLACE_IMAGES, SPARE_ROWS, ImageRows, Recorder
+from localrun.models.plan import PLACE_IMAGES, Recorder
 from localrun.models.pooling import ENCODER_DECODERS, LONGEST_WHOLE, POOLINGS, is_causal
 from localrun.models.profile import Profile
 from localrun.models.program import Program, room
+from localrun.models.recording import LOGITS_ADDRESS, SPARE_ROWS, ImageRows
 from localrun.models.registry import family_of
 from localrun.models.rope import AngleTable
 from localrun.models.vectors import pooled, rows_to_pool, scores_of, view
 from localrun.models.weights import Weights
+
+if TYPE_CHECKING:
+    from localrun.models.adapters import Adapters
+    from localrun.models.cards import Cards
+    from localrun.models.lora import Adapter
 
 assert BLOCK_TOKENS == sizes.BLOCK
 T = TypeVar("T")
@@ -98,6 +101,13 @@ class RecordedModel:
 
     def _set(self, offset: int, value: int) -> None:
         self._header[offset // 8] = value
+
+    @property
+    def file(self) -> GGUFFile:
+        """The file it was loaded from, open until `close`."""
+        if self._weights is None:
+            raise RuntimeError("the model is closed")
+        return self._weights.gguf
 
     def allocate_kv(self, n_blocks: int) -> None:
         """See Model. The host's memory is taken by the system only as blocks are written; the cards' was when the model was loaded."""
@@ -208,6 +218,8 @@ class RecordedModel:
         self._team.run(before, chunks[:cut], grains[:cut])
         lengths = [len(span.tokens) for span in spans]
         tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
+        from localrun.models.cards import Batch
+
         batch = Batch(tokens, outputs, rows.positions[:tokens], rows.output_rows[:outputs], tables, lengths, longest, not pooling)
         self._cards.run(batch, self._logits)
         if cut < len(chunks):
@@ -282,6 +294,8 @@ class RecordedModel:
         """See Model."""
         if self._weights is None:
             raise RuntimeError("the model is closed")
+        from localrun.models.lora import read_adapter
+
         adapter = read_adapter(paths, self._weights.gguf, {site.tensor for site in self._recorder.sites})
         # Where they have to be compiled, no pass shall wait for it.
         self._library.compile([KernelSpec("lora", "low_rank", (kind,)) for kind in (0, 1)])
@@ -294,6 +308,8 @@ class RecordedModel:
         if self._cards is not None:
             raise ValueError("adapters act on the CPU only; load the model with num_gpu 0")
         if self._adapters is None:
+            from localrun.models.adapters import Adapters
+
             adapters = Adapters(self.info.max_batch + SPARE_ROWS)
             program = self._recorder.finish(adapters)
             addresses = self._library.load(program.kernels)

@@ -22,11 +22,9 @@ from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_cpu.reference import dequantize
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf, printable
+from localrun.models.program import EMBEDDING, MAX_RANK
 from localrun.models.validate import F16, WEIGHT_TYPES
 
-EMBEDDING = "token_embd.weight"
-MAX_RANK = 4096
-"""Of all adapters of one matrix together."""
 HALVES = (".lora_a", ".lora_b")
 Floats = NDArray[np.float16] | NDArray[np.float32]
 

@@ -60,6 +60,15 @@ class Keys:
         """For checks that need more than one key: the error to raise, naming the file and the key."""
         return ModelFileError(self.path, printable(self.full(name)), problem)
 
+    def length(self, name: _str, kind: _str) -> _int:
+        """Items of an array of that kind ("string", "float32" ...), which need not be decoded for it."""
+        full = self.full(name)
+        if not self.has(name):
+            raise self.error(name, "is missing; the model cannot run without it")
+        if self._types[full] != f"array[{kind}]":
+            raise self.error(name, f"is of type {self._types[full]}, not an array of {kind}")
+        return self._values.length(full)
+
     # ---- single values ----
 
     def int(self, name: _str, default: T | _Required = REQUIRED, *, minimum: _int = 0, maximum: _int = INT_MAX) -> _int | T:

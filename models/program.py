@@ -24,6 +24,9 @@ T = TypeVar("T", bound=np.generic)
 Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul")
 """What an instruction's chunk count is a multiple of; a matmul's is one number for few rows and another for MANY."""
+EMBEDDING = "token_embd.weight"
+MAX_RANK = 4096
+"""Of all adapters of one matrix together."""
 HOST = -1
 """The place of instructions that no card runs."""
 

@@ -143,10 +143,10 @@ def _first_not_finite(gguf: GGUFFile, info: TensorInfo) -> int | None:
 
 def vocabulary_size(gguf: GGUFFile) -> int:
     """Number of tokens: the length of tokenizer.ggml.tokens. Raises ModelFileError when there are none."""
-    tokens = Keys(gguf).strings("tokenizer.ggml.tokens")
-    if not tokens:
+    n = Keys(gguf).length("tokenizer.ggml.tokens", "string")
+    if not n:
         raise ModelFileError(gguf.path, "tokenizer.ggml.tokens", "is empty; the model has no vocabulary")
-    return len(tokens)
+    return n
 
 
 def check_tokenizer_keys(gguf: GGUFFile, known_pre: Collection[str] | None = None) -> None:

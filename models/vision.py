@@ -26,8 +26,9 @@ from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.load import from_file, kernel_cache
 from localrun.models.model import LoadOptions, Progress
 from localrun.models.params import Keys
-from localrun.models.plan import LOGITS_ADDRESS, Recorder
+from localrun.models.plan import Recorder
 from localrun.models.program import Instruction, Program, Row, float_bits, room
+from localrun.models.recording import LOGITS_ADDRESS
 from localrun.models.validate import F32, check_model
 from localrun.models.weights import Weight, Weights
 

@@ -32,8 +32,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # `localrun serve` is the daemon: the one place where the terminal program becomes it, inside the function.
 EXCEPTIONS = {("cli/serve.py", f"localrun.{name}") for name in ("daemon.serve", "settings", "settings_page", "errors")}
-# They hand the environment to Settings, or to a compiler's settings below the floor that has them.
-PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/library.py"}
+# They hand the environment to Settings, to a compiling process below the floor that has them, or to a library.
+PASSING_ON = {"localrun/daemon/serve.py", "kernels_cpu/library.py", "localrun/engine/__init__.py"}
 BASE = ("durations", "errors", "messages", "rates", "settings", "settings_page")
 
 

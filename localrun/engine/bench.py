@@ -15,26 +15,25 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.engine.machine import Machine, Yardstick
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.models.errors import ModelFileError
-from localrun.models.gguf import open_gguf
+from localrun.models.gguf import GGUFFile
 from localrun.models.load import default_threads, load_model
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, Model, Span
 
-SEED = 1
+if TYPE_CHECKING:
+    from localrun.engine.machine import Machine
+
 NO_ROWS = np.zeros(0, np.int32)
 
 
@@ -75,31 +74,35 @@ class FileFacts:
     macs_of_output: int
 
     @classmethod
-    def of(cls, path: str | Path) -> FileFacts:
-        """Raises ModelFileError."""
-        with open_gguf(path) as gguf:
-            matrices = {name: info for name, info in gguf.tensors.items() if len(info.shape) > 1}
-            output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
-            inner = [info for name, info in matrices.items() if name not in ("token_embd.weight", "output.weight")]
-            params = sum(prod(info.shape) for info in gguf.tensors.values())
-            counts: dict[str, int] = {}
-            for info in inner:
-                counts[FORMATS[info.type].name] = counts.get(FORMATS[info.type].name, 0) + info.nbytes
-            kind = max(counts, key=lambda name: counts[name]) if counts else "?"
-            tied = output == "token_embd.weight"
-            return cls(
-                path=str(path),
-                description=f"{gguf.architecture} {_count(params)} {kind}",
-                size=sum(info.nbytes for info in gguf.tensors.values()),
-                n_params=params,
-                read_per_token=sum(info.nbytes for name, info in gguf.tensors.items() if tied or name != "token_embd.weight"),
-                macs_per_token=sum(prod(info.shape) for info in inner),
-                macs_of_output=prod(gguf.tensors[output].shape) if output in gguf.tensors else 0,
-            )
+    def of(cls, gguf: GGUFFile) -> FileFacts:
+        """Reads the header only."""
+        matrices = {name: info for name, info in gguf.tensors.items() if len(info.shape) > 1}
+        output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
+        inner = [info for name, info in matrices.items() if name not in ("token_embd.weight", "output.weight")]
+        params = sum(prod(info.shape) for info in gguf.tensors.values())
+        counts: dict[str, int] = {}
+        for info in inner:
+            counts[FORMATS[info.type].name] = counts.get(FORMATS[info.type].name, 0) + info.nbytes
+        kind = max(counts, key=lambda name: counts[name]) if counts else "?"
+        tied = output == "token_embd.weight"
+        return cls(
+            path=str(gguf.path),
+            description=f"{gguf.architecture} {_count(params)} {kind}",
+            size=sum(info.nbytes for info in gguf.tensors.values()),
+            n_params=params,
+            read_per_token=sum(info.nbytes for name, info in gguf.tensors.items() if tied or name != "token_embd.weight"),
+            macs_per_token=sum(prod(info.shape) for info in inner),
+            macs_of_output=prod(gguf.tensors[output].shape) if output in gguf.tensors else 0,
+        )
 
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.0f}M"
+
+
+def _deviation(samples: Sequence[float]) -> float:
+    """Of a sample, as llama-bench has it; 0 of a single value."""
+    return float(np.std(samples, ddof=1)) if len(samples) > 1 else 0.0
 
 
 @dataclass
@@ -130,11 +133,11 @@ class Result:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.samples)
+        return sum(self.samples) / len(self.samples)
 
     @property
     def deviation(self) -> float:
-        return statistics.stdev(self.samples) if len(self.samples) > 1 else 0.0
+        return _deviation(self.samples)
 
 
 class Driver:
@@ -143,7 +146,7 @@ class Driver:
     def __init__(self, model: Model, n_context: int, n_sequences: int) -> None:
         self.model = model
         self._blocks = -(-n_context // BLOCK_TOKENS)
-        self._random = np.random.default_rng(SEED)
+        self._drawn = 0
         model.allocate_kv(self._blocks * n_sequences)
         if model.info.state_bytes:
             model.allocate_state(n_sequences)
@@ -158,8 +161,12 @@ class Driver:
         return sequence if self.model.info.state_bytes else -1
 
     def tokens(self, n: int) -> NDArray[np.int32]:
-        """Random ones."""
-        return self._random.integers(0, self.model.info.n_vocab, n, dtype=np.int32)
+        """The next n of a sequence that repeats itself after 2**64, by its upper half (Knuth's multiplier): as good as random here, and a
+        benchmark of short processes need not load a generator.
+        """
+        numbers = np.arange(self._drawn, self._drawn + n, dtype=np.uint64) * np.uint64(6364136223846793005)
+        self._drawn += n
+        return ((numbers >> np.uint64(32)) % np.uint64(self.model.info.n_vocab)).astype(np.int32)
 
     def read(self, sequence: int, start: int, n: int) -> None:
         """A prompt of n tokens from position `start` on, in pieces of at most max_batch; logits of the last token only."""
@@ -211,7 +218,6 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
 
 def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each test, as soon as it is done. Raises ModelFileError, ValueError."""
-    facts = FileFacts.of(path)
     tests = trials_of(options)
     if not tests:
         raise ValueError("nothing to do: every -p and -n is 0")
@@ -230,12 +236,14 @@ def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         model = load_model(path, asked, loading.heard)
         loading.total_s = time.perf_counter() - began
         try:
+            facts = FileFacts.of(model.file)
             longest = max(test.n_depth + max(test.n_prompt, test.n_gen) for test in tests)
             driver = Driver(model, longest, max(test.parallel for test in tests))
             for test in tests:
                 if test.parallel > n_batch:
                     raise ValueError(f"{test.parallel} sequences do not fit into a batch of {n_batch}")
-                driver.run(test, 1 if test.n_gen else None)  # not counted: the first touch of memory
+                if not options.no_warmup:
+                    driver.run(test, 1 if test.n_gen else None)  # not counted: the first touch of memory
                 result = Result(test)
                 for _ in range(options.repetitions):
                     result.samples.append(test.tokens / driver.run(test))
@@ -247,6 +255,8 @@ def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
 def _machine(n_threads: int, options: argparse.Namespace) -> Machine | None:
     if options.no_machine:
         return None
+    from localrun.engine.machine import Yardstick
+
     with Yardstick(n_threads, options.isa, options.cache_dir) as yardstick:
         return yardstick.measured()
 
@@ -272,8 +282,8 @@ def row(facts: FileFacts, model: Model, kv_type: str, result: Result, loading: L
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
         "n_depth": test.n_depth,
-        "avg_ns": round(statistics.fmean(one_ns)),
-        "stddev_ns": round(statistics.stdev(one_ns)) if len(one_ns) > 1 else 0,
+        "avg_ns": round(sum(one_ns) / len(one_ns)),
+        "stddev_ns": round(_deviation(one_ns)),
         "avg_ts": result.mean,
         "stddev_ts": result.deviation,
         "samples_ns": one_ns,
@@ -376,6 +386,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--isa", default="", help="instruction set (the best)")
     p.add_argument("--pack", choices=("auto", "yes", "no"), default="auto", help="repack weights (auto)")
     p.add_argument("--profile", action="store_true", help="where a decoding step's time goes (-n steps, -np answers at once)")
+    p.add_argument("--no-warmup", action="store_true", help="count the first run of each test, too")
     p.add_argument("--no-machine", action="store_true", help="do not measure the machine's limits")
     p.add_argument("--cache-dir", default="", help="where compiled kernels are kept")
     p.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="format (md)")

@@ -111,10 +111,10 @@ def test_a_tensor_of_another_shape_is_named(name: str, variant: str) -> None:
 @pytest.mark.parametrize("key", ["pooling_type", "expert_count"])
 def test_what_changes_the_mathematics_is_refused_by_name(key: str) -> None:
     with opened("qwen2", "f32") as gguf:
-        gguf.metadata = {**gguf.metadata, f"qwen2.{key}": 4}
+        gguf.metadata.put(f"qwen2.{key}", 4)
         gguf.value_types = {**gguf.value_types, f"qwen2.{key}": "uint32"}
         if key == "expert_count":
-            gguf.metadata["qwen2.expert_used_count"] = 2
+            gguf.metadata.put("qwen2.expert_used_count", 2)
             gguf.value_types["qwen2.expert_used_count"] = "uint32"
         with pytest.raises(ModelFileError, match=key):
             family_of(gguf).read(Keys(gguf), gguf)
