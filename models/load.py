@@ -433,7 +433,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     header = np.zeros(head.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header, timed=options.timed)
     try:
-        weights.fill(library, crew, progress, keep=lambda name: name == "token_embd.weight")
+        weights.fill(library, crew, progress)
     except BaseException:
         crew.close()
         raise

@@ -258,11 +258,9 @@ class Weights:
         """The packing kernels that `fill` needs."""
         return [KernelSpec("pack", "pack", (name,)) for name in dict.fromkeys(weight.type_name for weight in self._asked)]
 
-    def fill(
-        self, library: KernelLibrary, team: Team, progress: Progress | None = None, keep: Callable[[str], bool] = lambda name: False
-    ) -> None:
-        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done (but for those to
-        `keep`).
+    def fill(self, library: KernelLibrary, team: Team, progress: Progress | None = None) -> None:
+        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done: the few rows of the
+        embedding that are looked up come back from the page cache.
         """
         addresses = library.load(self.kernels())
         program = np.zeros((1, WORDS), np.int64)
@@ -281,8 +279,7 @@ class Weights:
             ]
             program[0, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args.ctypes.data, 0, -1]
             team.run(program, np.array([-(-groups // GROUPS_PER_CHUNK)]))
-            if not keep(weight.name):
-                self.gguf.drop_pages(weight.name)
+            self.gguf.drop_pages(weight.name)
             done += weight.packed_bytes
             if progress:
                 progress("packing weights", done, total)
