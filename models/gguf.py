@@ -364,15 +364,17 @@ class GGUFFile:
             raise ValueError("the file is closed")
         return memoryview(mapping)[info.offset : info.offset + info.nbytes]
 
-    def drop_pages(self, name: str) -> None:
-        """Tells the system that the tensor's pages will not be read again soon and need not stay in memory. A hint: never fails."""
+    def drop_pages(self, name: str, first_byte: int = 0, end_byte: int | None = None) -> None:
+        """Tells the system that the tensor's pages (or those of some of its bytes) will not be read again soon and need not stay in
+        memory. A hint: never fails.
+        """
         info = self.tensors[name]
         mapping = self._parts[info.file].map
         if mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         # Only whole pages that no neighbour shares.
-        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-(info.offset + first_byte) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.offset + (info.nbytes if end_byte is None else end_byte)) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             with contextlib.suppress(OSError, ValueError):
                 mapping.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -28,6 +28,8 @@ from localrun.models.validate import BF16, F16, F32
 SPARE_MEMORY = 1 << 30
 """What must stay free beside repacked weights for the weights to be repacked unasked."""
 GROUPS_PER_CHUNK = 8
+PIECE = 32 << 20
+"""Bytes of a tensor that are in memory twice, as the file has them and packed."""
 SINGLE_ROWS = ("_shexp.weight", "cls.output.weight")
 """Ends of the names of tensors that are matrices of one row, which files keep as vectors."""
 
@@ -259,27 +261,26 @@ class Weights:
         return [KernelSpec("pack", "pack", (name,)) for name in dict.fromkeys(weight.type_name for weight in self._asked)]
 
     def fill(self, library: KernelLibrary, team: Team, progress: Progress | None = None) -> None:
-        """Packs every matrix that was asked for, on all threads, dropping a tensor's file pages once it is done: the few rows of the
-        embedding that are looked up come back from the page cache.
+        """Packs every matrix that was asked for, on all threads, dropping the file's pages behind: the few rows of the embedding that are
+        looked up come back from the page cache.
         """
         addresses = library.load(self.kernels())
         program = np.zeros((1, WORDS), np.int64)
         args = np.zeros(8, np.int64)
         done, total = 0, self.packed_bytes
         for weight in self._asked:
-            groups = -(-weight.rows // 16)
-            args[:7] = [
-                weight.source,
-                weight.row_bytes,
-                weight.rows,
-                weight.columns // weight.block,
-                weight.group_bytes,
-                weight.address,
-                GROUPS_PER_CHUNK,
-            ]
+            args[1:5] = [weight.row_bytes, weight.rows, weight.columns // weight.block, weight.group_bytes]
+            args[6] = GROUPS_PER_CHUNK
             program[0, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args.ctypes.data, 0, -1]
-            team.run(program, np.array([-(-groups // GROUPS_PER_CHUNK)]))
-            self.gguf.drop_pages(weight.name)
+            rows = max(PIECE // (16 * weight.row_bytes), 1) * 16
+            for first in range(0, weight.rows, rows):
+                n = min(rows, weight.rows - first)
+                args[0] = weight.source + first * weight.row_bytes
+                args[2] = n
+                args[5] = weight.address + first // 16 * weight.group_bytes
+                team.run(program, np.array([-(-n // (16 * GROUPS_PER_CHUNK))]))
+                begin = weight.first_row * weight.row_bytes
+                self.gguf.drop_pages(weight.name, begin, begin + (first + n) * weight.row_bytes)
             done += weight.packed_bytes
             if progress:
                 progress("packing weights", done, total)
