@@ -37,7 +37,7 @@ class Facts:
     packed_bytes: int
     """Of the weights as kernels read them fastest: every matrix repacked."""
     mapped_bytes: int
-    """Of the embedding table where packed weights hold it too: looked up in the file, whose pages stay in memory."""
+    """Of the embedding table where packed weights hold it too: looked up in the file, whose pages come back as its rows are needed."""
     read_bytes: int
     """Of packed weights that one token passes through: all but the experts that it does not use."""
     row_bytes: int

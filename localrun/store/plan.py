@@ -18,9 +18,9 @@ from localrun.store.facts import Facts
 
 MAX_BATCH = 512
 """Rows of a forward pass, as a runner is loaded with."""
-PROCESS_BYTES = 130_000_000
-"""An interpreter, NumPy, LLVM and compiled kernels. Measured with Python 3.11: 111 MB after the imports, 17 MB more when loaded."""
-BASELINE_BYTES = 111_000_000
+PROCESS_BYTES = 60_000_000
+"""An interpreter, NumPy and compiled kernels. Measured with Python 3.11: 43 MB after the imports, 17 MB more when loaded."""
+BASELINE_BYTES = 43_000_000
 """The part of PROCESS_BYTES that is there before a model is."""
 BYTES_PER_TOKEN = 400
 """Of the vocabulary: in the tokenizer, in the table of pieces, in lists of strings. Measured on vocabularies of 49,152 to 262,144."""

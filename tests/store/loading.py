@@ -1,4 +1,6 @@
-"""A program: loads a model as a runner does, reads 512 tokens, and prints how many bytes of memory that took beyond the imports."""
+"""A program: loads a model as a runner does, reads 512 tokens from all over the vocabulary, and prints how many bytes of memory that took
+beyond the imports.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def main() -> None:
     parts = load_parts(Load(path=path, cache_dir=cache, digest="", model_name="x"), lambda stage, done, total: None)
     blocks = TOKENS // BLOCK_TOKENS
     parts.model.allocate_kv(blocks)
-    tokens = np.arange(TOKENS, dtype=np.int32) + 10
+    tokens = np.linspace(0, parts.model.info.n_vocab - 1, TOKENS).astype(np.int32)
     parts.model.forward([Span(tokens, 0, np.arange(blocks, dtype=np.int32), np.array([TOKENS - 1], np.int32))])
     took = psutil.Process().memory_info().rss - before
     parts.model.close()
