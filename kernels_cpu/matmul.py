@@ -298,7 +298,8 @@ def make_group(isa: Isa, type_name: str) -> Any:
     that writes one group's results for any number of tokens by plain tiles. bias: address of 16 float32, 0: none; add: whether to add.
     """
     most = 4 if isa.name in FEW_REGISTERS else 8
-    tile1, tile2, tile4, most_tile = (make_tile(isa, type_name, n) for n in (1, 2, 4, most))
+    tile1, tile2, tile4 = (make_tile(isa, type_name, n) for n in (1, 2, 4))
+    most_tile = tile4 if most == 4 else make_tile(isa, type_name, most)
 
     @numba.njit
     def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int) -> None:

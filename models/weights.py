@@ -279,8 +279,8 @@ class Weights:
                 args[2] = n
                 args[5] = weight.address + first // 16 * weight.group_bytes
                 team.run(program, np.array([-(-n // (16 * GROUPS_PER_CHUNK))]))
-                begin = weight.first_row * weight.row_bytes
-                self.gguf.drop_pages(weight.name, begin, begin + (first + n) * weight.row_bytes)
+                begin = (weight.first_row + first) * weight.row_bytes
+                self.gguf.drop_pages(weight.name, begin, begin + n * weight.row_bytes)
             done += weight.packed_bytes
             if progress:
                 progress("packing weights", done, total)
