@@ -60,13 +60,12 @@ class Keys:
         """For checks that need more than one key: the error to raise, naming the file and the key."""
         return ModelFileError(self.path, printable(self.full(name)), problem)
 
-    def length(self, name: _str, kind: _str) -> _int:
-        """Items of an array of that kind ("string", "float32" ...), which need not be decoded for it."""
+    def length(self, name: _str, *kinds: _str) -> _int:
+        """Items of an array of one of these kinds ("string", "float32" ...), which need not be decoded for it."""
         full = self.full(name)
         if not self.has(name):
             raise self.error(name, "is missing; the model cannot run without it")
-        if self._types[full] != f"array[{kind}]":
-            raise self.error(name, f"is of type {self._types[full]}, not an array of {kind}")
+        self._check_array(name, kinds)
         return self._values.length(full)
 
     # ---- single values ----
@@ -155,13 +154,16 @@ class Keys:
         return self._values[full]
 
     def _list(self, name: _str, length: _int | None, *kinds: _str) -> list[Any]:
-        full = self.full(name)
-        if self._types[full] not in [f"array[{kind}]" for kind in kinds]:
-            raise self.error(name, f"is of type {self._types[full]}, not an array of {' or '.join(kinds)}")
-        values: list[Any] = self._values[full]
+        self._check_array(name, kinds)
+        values: list[Any] = self._values[self.full(name)]
         if length is not None and len(values) != length:
             raise self.error(name, f"has {len(values)} items, but {length} are needed")
         return values
+
+    def _check_array(self, name: _str, kinds: Collection[_str]) -> None:
+        kind = self._types[self.full(name)]
+        if kind not in [f"array[{k}]" for k in kinds]:
+            raise self.error(name, f"is of type {kind}, not an array of {' or '.join(kinds)}")
 
     def _in_range(self, name: _str, value: _int, minimum: _int, maximum: _int) -> _int:
         if not minimum <= value <= maximum:

@@ -7,9 +7,11 @@ own BPE model takes 0.3 s for 150,000 tokens and needs every merge to be made of
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Final
 
 from localrun.models.errors import ModelFileError
+from localrun.models.gguf import printable
 from localrun.text.merging import WordCache, merge
 from localrun.text.pretokenizers import Family, Splitter
 from localrun.text.utf8 import WHITESPACE, code_points
@@ -18,9 +20,9 @@ from localrun.text.vocab import SPACE, Vocab
 
 def _byte_alphabet() -> dict[int, str]:
     """GPT-2's way of writing bytes as printable characters: those that are printable stand for themselves, the rest follow from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    rest = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in sorted(printable)} | {byte: chr(0x100 + i) for i, byte in enumerate(rest)}
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = (byte for byte in range(256) if byte not in shown)
+    return {byte: chr(byte) for byte in sorted(shown)} | {byte: chr(0x100 + i) for i, byte in enumerate(rest)}
 
 
 BYTE_TO_CHARACTER: Final = _byte_alphabet()
@@ -40,9 +42,11 @@ class BytePairEncoder:
         self._ranks = dict(zip(merges, range(len(merges))))
         if len(self._ranks) != len(merges):  # of equal pairs the first counts
             self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1)))
-        if "" in self._ranks:
-            problem = f"item {self._ranks['']} is empty, not two parts with a space between"
-            raise ModelFileError(vocab.path, "tokenizer.ggml.merges", problem)
+        # The parts hold no space themselves, being written in byte-level BPE's alphabet; a first character may be one.
+        for i, space in enumerate(map(str.find, merges, repeat(" "), repeat(1))):
+            if space < 0:
+                problem = f"item {i} is {printable(repr(merges[i]))}, not two parts with a space between"
+                raise ModelFileError(vocab.path, "tokenizer.ggml.merges", problem)
         self._words = WordCache(self._encode_word)
 
     def encode(self, text: str, *, after_special: bool = True) -> list[int]:

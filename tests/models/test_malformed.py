@@ -19,6 +19,7 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import open_gguf
 from localrun.models.params import Keys
 from localrun.models.validate import check_hyperparameters, check_model, check_tokenizer_keys, vocabulary_size
+from localrun.text.tokenizer import load_tokenizer
 
 MEMORY = 16 << 20
 """Bytes that reading any of these files (35 kB each) may take at most."""
@@ -125,13 +126,15 @@ FIELD = {
 
 
 def check_llama(path: Path) -> None:
-    """All that is checked before a llama-family file is used: the shared checks, with a family's own keys and table of tensors."""
+    """All that is checked before a llama-family file is used: the shared checks, with a family's own keys and table of tensors, and
+    what the tokenizer finds."""
     with open_gguf(path) as gguf:
         if gguf.architecture != "llama":
             raise ModelFileError(gguf.path, "general.architecture", f"{gguf.architecture!r} is not supported")
         keys = Keys(gguf)
         check_hyperparameters(keys)
         check_tokenizer_keys(gguf, known_pre={"default", "gpt-2"})
+        load_tokenizer(gguf)
         width, ffn, layers = keys.int("embedding_length"), keys.int("feed_forward_length", minimum=1), keys.int("block_count")
         keys.float("attention.layer_norm_rms_epsilon", above=0)
         heads = keys.int("attention.head_count")

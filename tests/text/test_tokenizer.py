@@ -197,6 +197,8 @@ CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
         (bpe(("tokenizer.ggml.pre", "string", "nosuch")), ["tokenizer.ggml.pre", "nosuch"]),
         (keys("plamo9", [("a", 0.0, NORMAL)]), ["tokenizer.ggml.model", "plamo9"]),
         (keys("gpt2", [("a", 0.0, NORMAL)]), ["tokenizer.ggml.merges", "missing"]),
+        (bpe(merges=("h e", "ab")), ["tokenizer.ggml.merges", "item 1 is 'ab'"]),
+        (bpe(merges=("h e", "")), ["tokenizer.ggml.merges", "item 1 is ''"]),
         (keys("llama", [("a", 0.0, NORMAL)], scores=False), ["tokenizer.ggml.scores", "missing"]),
         (keys("llama", [("a", 0.0, NORMAL), ("a", 0.0, NORMAL)]), ["tokenizer.ggml.tokens", "'a'", "more than once"]),
         (keys("llama", []), ["tokenizer.ggml.tokens", "empty"]),
