@@ -10,7 +10,9 @@ either half."""
 TILE_SUPER = 16 * SUPER
 TILE_PAIR = 1024 + 256
 MANY = 9
-"""Tokens from which on matrix instructions pay, though they work on sixteen: plain tiles take eight at a time."""
+"""Tokens from which on matrix instructions may pay, though they work on sixteen: plain tiles take eight at a time. See shapes.Shape."""
+WIDE = 6
+"""Rows from which a tile of eight is better than one of four and a rest, where nobody has looked. See shapes.Shape."""
 
 
 def tile_bytes(kind: str, n: int, max_tokens: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu import head as H
+from localrun.kernels_cpu.activation_sizes import WIDE
 from localrun.kernels_cpu.activations import give
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.math import sigmoid, vexp
@@ -262,7 +263,7 @@ def expert_matmul(isa: Isa, type_name: str, heads: int = 0) -> Any:
             bias = load_i64(args + 80)
             if bias:
                 bias += e * load_i64(args + 88) + g * 64
-            group(w, n_blocks, x0, stride, tokens, out0 + g * 64, out_stride, bias, 0)
+            group(w, n_blocks, x0, stride, tokens, out0 + g * 64, out_stride, bias, 0, WIDE)
 
     return kernel
 

@@ -12,6 +12,7 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu import head as H
+from localrun.kernels_cpu.activation_sizes import WIDE
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.lora_sizes import ENTRY, ROWS
 from localrun.kernels_cpu.matmul import make_group
@@ -48,9 +49,9 @@ def low_rank(isa: Isa, embedding: int) -> Any:
         """out (+)= W x for 1 to ROWS rows."""
         for _ in range(groups):
             if half:
-                half_group(w, n, x, stride, rows, out, out_stride, 0, add)
+                half_group(w, n, x, stride, rows, out, out_stride, 0, add, WIDE)
             else:
-                whole_group(w, n, x, stride, rows, out, out_stride, 0, add)
+                whole_group(w, n, x, stride, rows, out, out_stride, 0, add, WIDE)
             w += step
             out += 64
 

@@ -19,7 +19,7 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu import amx
-from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER
+from localrun.kernels_cpu.activation_sizes import META, SUPER
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
 from localrun.kernels_cpu.fetch import fetch_ahead, fetch_first
 from localrun.kernels_cpu.formats import BY_NAME
@@ -294,23 +294,29 @@ def make_tile(isa: Isa, type_name: str, tokens: int) -> Any:
 
 
 def make_group(isa: Isa, type_name: str) -> Any:
-    """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, out, bytes between tokens of out, bias, add)
-    that writes one group's results for any number of tokens by plain tiles. bias: address of 16 float32, 0: none; add: whether to add.
+    """The compiled function (packed group, blocks, activations, bytes between tokens, tokens, out, bytes between tokens of out, bias, add,
+    wide_from) that writes one group's results for any number of tokens by plain tiles. bias: address of 16 float32, 0: none; add: whether
+    to add; wide_from: see shapes.Shape.
     """
     most = 4 if isa.name in FEW_REGISTERS else 8
     tile1, tile2, tile4 = (make_tile(isa, type_name, n) for n in (1, 2, 4))
     most_tile = tile4 if most == 4 else make_tile(isa, type_name, most)
 
     @numba.njit
-    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int) -> None:
+    def group(w: int, n: int, x: int, stride: int, tokens: int, out: int, out_stride: int, bias_at: int, add: int, wide_from: int) -> None:
         bias = splat_f32(numba.float32(0.0))
         if bias_at:
             bias = load_f32x16(bias_at)
         while tokens > 4:
-            tile_store(most_tile(w, n, x, stride), out, out_stride, tokens, bias, add)
-            x += most * stride
-            out += most * out_stride
-            tokens -= most
+            taken = 4
+            if most > 4 and tokens >= wide_from:
+                tile_store(most_tile(w, n, x, stride), out, out_stride, tokens, bias, add)
+                taken = most
+            else:
+                tile_store(tile4(w, n, x, stride), out, out_stride, tokens, bias, add)
+            x += taken * stride
+            out += taken * out_stride
+            tokens -= taken
         if tokens > 2:
             tile_store(tile4(w, n, x, stride), out, out_stride, tokens, bias, add)
         elif tokens == 2:
@@ -331,7 +337,8 @@ def matmul(isa: Isa, type_name: str) -> Any:
     5 bytes between tokens, 6 out float32, 7 bytes between tokens of out, 8 groups a chunk, 9 bias float32 (or 0), 10 whether to add to out,
     11 offset in the head of the number of tokens, 12 bytes of a row in the file (0: the weights are packed), 13 scratch,
     14 bytes of scratch a thread, 15 where in it groups are unpacked to, 16 activations as tiles (0: there are none), 17 groups a chunk with
-    MANY tokens or more, if there are. Rows of out, and the bias, have room for whole groups of 16; activations for 7 tokens more.
+    matrix tiles, 18 from how many tokens on these are used (MANY at least), 19 wide_from, see shapes.Shape. Rows of out, and the bias,
+    have room for whole groups of 16; activations for 7 tokens more.
     """
     group = make_group(isa, type_name)
     pack_group = group_packer(type_name)
@@ -361,6 +368,7 @@ def matmul(isa: Isa, type_name: str) -> Any:
                 group(
                     w, n_blocks, load_i64(args + 32) + t * stride, stride, min(block, tokens - t),
                     load_i64(args + 48) + t * out_stride + g * 64, out_stride, bias_at + g * 64 if bias_at else 0, load_i64(args + 80),
+                    load_i64(args + 152),
                 )
 
     @numba.njit
@@ -392,7 +400,7 @@ def matmul(isa: Isa, type_name: str) -> Any:
         scratch = load_i64(args + 104) + thread * load_i64(args + 112)
         n_groups = (load_i64(args + 24) + 15) >> 4
         unpacked = scratch + load_i64(args + 120)
-        if use_amx and load_i64(args + 128) and tokens >= MANY:
+        if use_amx and load_i64(args + 128) and tokens >= load_i64(args + 144):
             first = chunk * load_i64(args + 136)
             many_tokens(args, first, min(first + load_i64(args + 136), n_groups), tokens, scratch, unpacked)
         else:

@@ -24,9 +24,9 @@ from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
-"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once, 40 and 48 when the caller's
-thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next chunk, 72 chunks done, 80 and 88 what the pass
-to come has at 16 and 32."""
+"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once (-d: a d-th of
+those left), 40 and 48 when the caller's thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next
+chunk, 72 chunks done, 80 and 88 what the pass to come has at 16 and 32."""
 BEGAN, ENDED = 40 // 8, 48 // 8
 WORDS = INSTRUCTION // 8
 SPINS_BEFORE_YIELD = 4_000
@@ -78,7 +78,8 @@ def replay(isa: Any, timed: int = 0) -> Any:
                 left = load_i64(row + 16) - chunk
                 if left <= 0:
                     break
-                taken = min(left, load_i64(row + 32))
+                grain = load_i64(row + 32)
+                taken = min(left, grain) if grain > 0 else max(1, left // -grain)
                 if compare_and_swap(row + 64, held, held + taken):
                     for c in range(chunk, chunk + taken):
                         call_kernel(load_i64(row), load_i64(row + 8), head, c, thread)
@@ -183,8 +184,9 @@ class Team:
             worker.start()
 
     def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1) -> None:
-        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks, grains[i] of which a thread takes at once (small ones would cost
-        more to take than to do). Returns when all are done.
+        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks, grains[i] of which a thread takes at once: small ones would cost
+        more to take than to do. A grain of -d: a d-th of what is left, so that threads go long ways through memory and still end together.
+        Returns when all are done.
         """
         epoch = int(self._state[0]) + 1
         known = self._programs.get(id(program))

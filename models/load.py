@@ -207,7 +207,7 @@ class RecordedModel:
             if not outputs and self._program.logits >= 0:
                 chunks[self._program.logits] = 0
         chunks[list(skip)] = 0
-        grains = self._program.grains(chunks, self.info.n_threads)
+        grains = self._program.grains(chunks, self.info.n_threads, tokens)
         if self._cards is None:
             self._team.run(self._program.table, chunks, grains)
             if self.profile:

@@ -21,6 +21,7 @@ import numpy as np
 from localrun.kernels_cpu import attention_sizes, head, routing
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS
 from localrun.kernels_cpu.amx_sizes import scratch_bytes as matrix_scratch_bytes
+from localrun.kernels_cpu.shapes import DEFAULT as SHAPE
 from localrun.kernels_cpu.sizes import GROUP, fits, layer_block_bytes
 from localrun.models.errors import ModelFileError
 from localrun.models.program import (
@@ -40,9 +41,12 @@ from localrun.models.weights import Stack, Vector, Weight
 
 PLACE_IMAGES = "place_images"
 """Name of the instruction that has no work where no span has an image."""
-CHUNK_BYTES = 256 << 10
-"""About how many weight bytes one chunk of a matmul reads: small enough to share out evenly, large beside the cost of taking a chunk."""
-MIN_CHUNKS = 16
+CHUNK_BYTES = 128 << 10
+"""About how many weight bytes one chunk of a matmul reads: small enough for all to end together. Threads take several at once."""
+EXPERT_BYTES = 256 << 10
+"""The same for experts, of which there are many and small ones."""
+MIN_CHUNKS = 8
+"""Of a matmul with few tokens, a thread."""
 LARGE_CHUNKS = 6
 """Chunks a thread, at least, of a matmul with many tokens."""
 Activated = Literal["silu", "gelu_tanh", "relu", "relu_squared", "tanh", "sigmoid"]
@@ -264,7 +268,7 @@ class Recorder(Recording):
         away = self._place != HOST
         address, stride, tiles = self._form(x, weight.kind)
         groups = -(-weight.rows // 16)
-        per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // MIN_CHUNKS))
+        per_chunk = max(1, min(CHUNK_BYTES // max(weight.group_bytes, 1), groups // (MIN_CHUNKS * self.n_threads)))
         # Chunks of large batches are large too: what the groups of one share (activations) is worth more than the weights of one.
         per_large = min(MOST_GROUPS, max(1, groups // (LARGE_CHUNKS * self.n_threads))) if tiles else per_chunk
         unpacked_at = -(-matrix_scratch_bytes() // 64) * 64 if self.amx else 0
@@ -274,7 +278,7 @@ class Recorder(Recording):
             0 if away else weight.address, weight.group_bytes, weight.columns // weight.block, weight.rows, address, stride, out.address,
             out.stride, per_chunk, bias.address if bias else 0, int(add), head.TOKENS if rows == "tokens" else head.OUTPUTS,
             0 if weight.packed else weight.row_bytes, scratch, scratch_bytes, unpacked_at, tiles,
-            per_large,
+            per_large, SHAPE.matrix_from, SHAPE.wide_from,
         ]
         rule: Rule = "matmul" if rows == "tokens" else "output_matmul"
         instruction = self._append("matmul", "matmul", [weight.type_name], args, name, rule, -(-groups // per_chunk), beside)
@@ -444,7 +448,7 @@ class Recorder(Recording):
             raise ValueError(f"{stack.name} takes {stack.columns} values, {name} gives {x.width}")
         address, stride, _ = self._form(x, stack.kind)
         groups = -(-stack.rows // 16)
-        per_chunk = max(1, min(CHUNK_BYTES // max(stack.group_bytes, 1), groups))
+        per_chunk = max(1, min(EXPERT_BYTES // max(stack.group_bytes, 1), groups))
         parts = -(-groups // per_chunk)
         scratch, scratch_bytes = self._per_thread("experts", 0 if stack.packed else stack.group_bytes)
         args = [

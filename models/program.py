@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu.activation_sizes import MANY
 from localrun.kernels_cpu.routing import Layout
+from localrun.kernels_cpu.shapes import DEFAULT, Shape
 from localrun.kernels_cpu.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=np.generic)
 Rule = Literal["one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul"]
 RULES: tuple[Rule, ...] = ("one", "tokens", "outputs", "tile_parts", "merges", "spans", "matmul", "output_matmul")
-"""What an instruction's chunk count is a multiple of; a matmul's is one number for few rows and another for MANY."""
+"""What an instruction's chunk count is a multiple of; a matmul's is one number for plain tiles and another for matrix tiles."""
+MATRIX_FROM, WIDE_FROM = 18, 19
+"""Where a matmul's arguments have its shape."""
+STEADY = 16
+"""Rows up to which threads take long runs of a matmul's chunks; with more, a run takes so long that the system may stop a thread in it."""
 EMBEDDING = "token_embd.weight"
 MAX_RANK = 4096
 """Of all adapters of one matrix together."""
@@ -84,7 +90,7 @@ class Instruction:
     weight: Weight | Stack | None = None
     """The matrix it reads, where a card runs it; its address is then no argument."""
     large_factor: int = 0
-    """Of a matmul with MANY rows or more."""
+    """Of a matmul by matrix tiles."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +205,13 @@ class Program:
     """Indices of all others of such a model."""
     ends: NDArray[np.int32] | None = None
     """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
+    shares: NDArray[np.int64] = field(init=False)
+    """Of each matmul, its shape's share; 0: the instruction is none."""
     cut: int = 0
     """How many instructions run before cards take over; what follows runs after them."""
+
+    def __post_init__(self) -> None:
+        self.shares = np.array([DEFAULT.share if kernel.factory == "matmul" else 0 for kernel in self.kernels], np.int64)
 
     def names_at(self, name: str) -> NDArray[np.int64]:
         """Numbers of the instructions of that name."""
@@ -209,14 +220,28 @@ class Program:
     def chunks(self, tokens: int, outputs: int, tiles: int, parts: int, spans: int = 1) -> NDArray[np.int64]:
         """Chunk count of each instruction for a step of these sizes."""
         units = np.array([1, tokens, outputs, tiles * parts, tiles if parts > 1 else 0, spans, 1, 1], np.int64)
-        large = np.array([False] * 6 + [tokens >= MANY, outputs >= MANY])
-        factor = np.where(large[self.rule], self.large_factor, self.factor)
+        factor = self.factor
+        if tokens >= MANY:
+            # As many rows as there are decide in the kernel, too; see matmul.py.
+            rows = np.array([0] * 6 + [tokens, outputs])
+            factor = np.where(rows[self.rule] >= self.args[:, MATRIX_FROM], self.large_factor, factor)
         chunks: NDArray[np.int64] = np.minimum(factor * units[self.rule], self.most)
         return chunks
 
-    def grains(self, chunks: NDArray[np.int64], n_threads: int) -> NDArray[np.int64]:
-        """How many chunks a thread takes at once: rows of tokens are small, so several, but a sixteenth of a thread's share at most."""
-        return np.where(self._by_row, np.maximum(1, chunks // (16 * n_threads)), 1)
+    def grains(self, chunks: NDArray[np.int64], n_threads: int, tokens: int) -> NDArray[np.int64]:
+        """How many chunks a thread takes at once, see Team.run: rows of tokens are small, so several, but a sixteenth of a thread's share
+        at most; of matrices as much of what is left as its shape says.
+        """
+        grains = np.where(self._by_row, np.maximum(1, chunks // (16 * n_threads)), 1)
+        return np.where(self.shares > 0, self.shares * -n_threads, grains) if tokens <= STEADY else grains
+
+    def use(self, shapes: Mapping[str, Shape]) -> None:
+        """Multiplies matrices of these types in these shapes from the next pass on."""
+        for i, kernel in enumerate(self.kernels):
+            if kernel.factory == "matmul":
+                shape = shapes.get(str(kernel.params[0]), DEFAULT)
+                self.args[i, MATRIX_FROM], self.args[i, WIDE_FROM] = shape.matrix_from, shape.wide_from
+                self.shares[i] = shape.share
 
     @functools.cached_property
     def around_cards(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

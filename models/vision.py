@@ -258,7 +258,7 @@ class VisionEncoder:
     def _cut(self, p: Vision) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         """The program layer by layer: table, chunks, grains. Rows that wait for earlier ones do so within their part."""
         chunks = self._program.chunks(p.side**2, p.n_tokens, 0, 0)
-        grains = self._program.grains(chunks, self._team.n_threads)
+        grains = self._program.grains(chunks, self._team.n_threads, p.side**2)
         borders = [0, *self._recorder.starts, len(chunks)]
         stages = []
         for first, end in itertools.pairwise(borders):

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import amx_sizes, head, isa
-from localrun.kernels_cpu.activation_sizes import META, SUPER, tile_bytes
+from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER, tile_bytes
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.shapes import Shape
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.spec import KernelSpec
 
@@ -22,6 +23,9 @@ SPARE = 8
 """Rows of activations behind the last that tiles may read."""
 GUARD = np.float32(-12345)
 """What memory holds that a kernel must not touch."""
+
+MATRIX = Shape(matrix_from=MANY)
+"""Matrix tiles wherever they are possible."""
 
 Floats = NDArray[np.float32]
 
@@ -87,7 +91,7 @@ def packed_weights(name: str, type_id: int, rows: NDArray[np.uint8], n: int) -> 
 
 def matmul(
     name: str, type_id: int, rows: NDArray[np.uint8], x: Quantized, tokens: int, n: int, *, packed: bool, bias: Floats | None = None,
-    add_to: Floats | None = None,
+    add_to: Floats | None = None, shape: Shape = MATRIX,
 ) -> Floats:
     """W x for the first `tokens` activations: float32 (tokens, R). Fails when a row of the output behind the last token is touched."""
     packing = PACKINGS[type_id]
@@ -109,7 +113,8 @@ def matmul(
     args = [
         weights.ctypes.data, group_bytes, n // packing.block, n_rows, x.memory.ctypes.data, x.stride, out.ctypes.data, groups * 64, 2,
         extra.ctypes.data if bias is not None else 0, int(add_to is not None), head.TOKENS, 0 if packed else rows.shape[1],
-        scratch.ctypes.data, scratch_bytes, unpacked_at, x.tiles.ctypes.data, 2,
+        scratch.ctypes.data, scratch_bytes, unpacked_at, x.tiles.ctypes.data, 2, shape.matrix_from,
+        shape.wide_from,
     ]
     call(name, KernelSpec("matmul", "matmul", (FORMATS[type_id].name,)), args, -(-groups // 2), header, thread=1)
     assert (out[tokens:] == GUARD).all(), "a row behind the last token was written"

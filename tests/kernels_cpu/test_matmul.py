@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import isa, reference
 from localrun.kernels_cpu.activation_sizes import MANY as MATRIX
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS
+from localrun.kernels_cpu.shapes import NEVER, WIDE_FROM, Shape
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.spec import KernelSpec
 from tests.kernels_cpu import running
@@ -101,6 +102,21 @@ def test_matmul_keeps_the_contract(isa_name: str, name: str) -> None:
             out = running.matmul(isa_name, BY_NAME[name].id, rows, activations(isa_name, name), tokens, columns(name), packed=form)
             # An absent bias is +0, so that -0 becomes +0.
             np.testing.assert_array_equal(bits(out), bits(expected[:tokens] + np.float32(0)), err_msg=f"{tokens} tokens, packed: {form}")
+
+
+SHAPES = [Shape(wide_from=w, matrix_from=m) for w in WIDE_FROM for m in (MATRIX, 13, NEVER)]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_1", "F16"])
+def test_no_shape_changes_a_bit(name: str) -> None:
+    """Every choice that timing may make, for every number of rows at which it decides something."""
+    rows, _, expected = case(name)
+    for tokens in (4, 5, 6, 7, 8, 9, 12, 13, 14, 15, MANY):
+        for shape in SHAPES:
+            out = running.matmul(
+                BEST, BY_NAME[name].id, rows, activations(BEST, name), tokens, columns(name), packed=tokens != 14, shape=shape
+            )
+            np.testing.assert_array_equal(bits(out), bits(expected[:tokens] + np.float32(0)), err_msg=f"{tokens} tokens, {shape}")
 
 
 @pytest.mark.parametrize("rows_wanted", [1, 16, 33])

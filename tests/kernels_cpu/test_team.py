@@ -50,6 +50,31 @@ def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrar
         team.close()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("grain", [1, 3, 100, -1, -2, -7])
+def test_every_chunk_is_taken_once_however_many_at_a_time(library: KernelLibrary, threads: int, grain: int) -> None:
+    rows, width = 37, 64
+    header = np.zeros(20, np.int64)
+    header[0] = rows
+    x = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32)
+    y = np.zeros_like(x)
+    args = np.zeros(24, np.int64)
+    args[:3] = [x.ctypes.data, width * 4, width]
+    args[13:15] = [y.ctypes.data, width * 4]
+    program = np.zeros((1, WORDS), np.int64)
+    program[0, :2] = [library.address(COPY), args.ctypes.data]
+    team = Team(library, threads, header)
+    try:
+        for n in (0, 1, 2, rows):
+            y[:] = 0
+            team.run(program, np.array([n]), np.array([grain]))
+            assert np.array_equal(y[:n], x[:n])
+            assert not y[n:].any()
+            assert program[0, 9] == n
+    finally:
+        team.close()
+
+
 def test_fewer_chunks_than_threads_and_none_at_all(library: KernelLibrary) -> None:
     header = np.zeros(20, np.int64)
     header[0] = 1
