@@ -34,157 +34,157 @@ import numba
 from localrun.kernels_cpu.formats import BY_NAME, Format
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, octet_packer
-from localrun.kernels_cpu.simd import load_i32, load_i64, load_u8, store_scalar
+from localrun.kernels_cpu.simd import i32_to_i16, load_i32x16, load_i64, load_u8, pick, store, store_scalar, tile_store_all
 from localrun.kernels_cpu.sizes import PACKINGS
+from localrun.kernels_cpu.transpose import byte_pairs, bytes_apart, halves_apart, turned
+
+LOW_6, LOW_4, HIGH_2 = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
+PLUS_128 = -0x7F7F7F80
+"""0x80 in every byte: xored to signed bytes it adds 128."""
+
+# A packer is a compiled function (source, stride, last, n_blocks, target): rows 0..last of a group, at most 15, `stride` bytes apart.
 
 
-@numba.njit
-def _word(source: int, target: int) -> None:
-    store_scalar(target, load_i32(source))
+def _k_packer(type_name: str) -> Any:
+    """Q4_K and Q5_K. A row's block: d, dmin, 12 bytes of eight 6-bit scales and mins, fifth bits, nibbles."""
+    high_bits = type_name == "Q5_K"
+    step, size = (2880, 176) if high_bits else (2368, 144)
 
-
-@numba.njit
-def _half(source: int, target: int) -> None:
-    store_scalar(target, load_u8(source))
-    store_scalar(target + 1, load_u8(source + 1))
-
-
-@numba.njit
-def _words(source: int, target: int, first: int, count: int, row: int) -> None:
-    """Words 0..count-1 of one row's block to the words first, first+1, ... of the group."""
-    for i in range(count):
-        _word(source + 4 * i, target + ((first + i) * 16 + row) * 4)
-
-
-@numba.njit
-def _fifth_bits(source: int, target: int) -> None:
-    """ggml keeps bit k of value k in a 32-bit word; the kernels want byte i, bit g for value 4 g + i."""
-    bits = numba.int64(load_i32(source)) & 0xFFFFFFFF
-    for i in range(4):
-        byte = 0
-        for g in range(8):
-            byte |= ((bits >> (4 * g + i)) & 1) << g
-        store_scalar(target + i, numba.uint8(byte))
-
-
-@numba.njit
-def _k_scales(scales: int, target: int, row: int) -> None:
-    """The 12 bytes of eight 6-bit scales and mins (Q4_K, Q5_K): scales one vector a sub-block, mins in pairs of sub-blocks."""
-    for j in range(8):
-        if j < 4:
-            sc = load_u8(scales + j) & 63
-            m = load_u8(scales + j + 4) & 63
-        else:
-            high = load_u8(scales + j + 4)
-            sc = (high & 15) | ((load_u8(scales + j - 4) >> 6) << 4)
-            m = (high >> 4) | ((load_u8(scales + j) >> 6) << 4)
-        store_scalar(target + j * 16 + row, numba.uint8(sc))
-        store_scalar(target + 128 + (j >> 1) * 32 + row * 2 + (j & 1), numba.uint8(m))
-
-
-def _rows_q4_k(high_bits: bool) -> Any:
     @numba.njit
-    def rows(source: int, n_blocks: int, target: int, row: int) -> None:
-        step = 2880 if high_bits else 2368
-        size = 176 if high_bits else 144
+    def scales(source: int, stride: int, last: int, target: int) -> None:
+        words = turned(source, stride, last, 4, 0)
+        a, b, c = pick(words, 1), pick(words, 2), pick(words, 3)
+        store(target, bytes_apart(a & LOW_6))
+        store(target + 64, bytes_apart((c & LOW_4) | ((a >> 2) & HIGH_2)))
+        store(target + 128, byte_pairs(b & LOW_6))
+        store(target + 192, byte_pairs(((c >> 4) & LOW_4) | ((b >> 2) & HIGH_2)))
+        store(target + 256, halves_apart(pick(words, 0)))
+
+    @numba.njit
+    def group(source: int, stride: int, last: int, n_blocks: int, target: int) -> None:
         for b in range(n_blocks):
             s = source + b * size
             t = target + b * step
-            quants = s + (48 if high_bits else 16)
-            scales = t + (2560 if high_bits else 2048)
-            _words(quants, t, 0, 32, row)
+            for i in range(2):
+                tile_store_all(turned(s + size - 128 + 64 * i, stride, last, 16, 0), t + 1024 * i, 64)
             if high_bits:
-                _words(s + 16, t, 32, 8, row)
-            _k_scales(s + 4, scales, row)
-            _half(s, scales + 256 + row * 2)
-            _half(s + 2, scales + 288 + row * 2)
+                tile_store_all(turned(s + 16, stride, last, 8, 0), t + 2048, 64)
+            scales(s, stride, last, t + step - 320)
 
-    return rows
+    return group
 
 
 @numba.njit
-def _rows_q6_k(source: int, n_blocks: int, target: int, row: int) -> None:
+def _q6_k(source: int, stride: int, last: int, n_blocks: int, target: int) -> None:
     for b in range(n_blocks):
         s = source + b * 210
         t = target + b * 3392
-        _words(s, t, 0, 48, row)
-        for j in range(16):
-            store_scalar(t + 3072 + (j >> 1) * 32 + row * 2 + (j & 1), load_u8(s + 192 + j))
-        _half(s + 208, t + 3328 + row * 2)
+        for i in range(3):
+            tile_store_all(turned(s + 64 * i, stride, last, 16, 0), t + 1024 * i, 64)
+        scales = turned(s + 192, stride, last, 4, 0)
+        store(t + 3072, byte_pairs(pick(scales, 0)))
+        store(t + 3136, byte_pairs(pick(scales, 1)))
+        store(t + 3200, byte_pairs(pick(scales, 2)))
+        store(t + 3264, byte_pairs(pick(scales, 3)))
+        store(t + 3328, i32_to_i16(pick(turned(s + 206, stride, last, 1, 0), 0) >> 16))
 
 
-def _rows_32(fmt: Format, five_bits: bool, with_min: bool) -> Any:
+@numba.njit
+def _fifth_bits(bits: Any) -> Any:
+    """ggml keeps bit k of value k in a 32-bit word; the kernels want byte i, bit g for value 4 g + i.
+
+    So the lowest two binary digits of a bit's number become its highest. Two digits are exchanged by moving the bits that have the lower
+    one only up by the difference, and those that have the higher one only down (Knuth, The Art of Computer Programming, 7.1.3: delta swaps).
+    """
+    t = (bits ^ (bits >> 14)) & 0x0000CCCC  # digits 4 and 1
+    bits = bits ^ t ^ (t << 14)
+    t = (bits ^ (bits >> 7)) & 0x00AA00AA  # 3 and 0
+    bits = bits ^ t ^ (t << 7)
+    t = (bits ^ (bits >> 2)) & 0x0C0C0C0C  # 2 and 1
+    bits = bits ^ t ^ (t << 2)
+    t = (bits ^ (bits >> 1)) & 0x22222222  # 1 and 0
+    return bits ^ t ^ (t << 1)
+
+
+def _32_packer(fmt: Format) -> Any:
+    """Q4_0 to Q5_1 and Q8_0. A row's block: d, min, fifth bits, 16 bytes of nibbles or 32 of values."""
     packing = PACKINGS[fmt.id]
+    five_bits, with_min = fmt.name in ("Q5_0", "Q5_1"), fmt.name in ("Q4_1", "Q5_1")
     size, quants, scales = fmt.block_bytes, packing.quants, packing.scales
     header = 4 if with_min else 2
-    nibbles = header + (4 if five_bits else 0)
+    words, flip = (8, PLUS_128) if fmt.name == "Q8_0" else (4, 0)
 
     @numba.njit
-    def rows(source: int, n_blocks: int, target: int, row: int) -> None:
+    def group(source: int, stride: int, last: int, n_blocks: int, target: int) -> None:
         for b in range(n_blocks):
             s = source + b * size
             t = target + b * quants
             u = target + n_blocks * quants + b * scales
-            _words(s + nibbles, t, 0, 4, row)
+            tile_store_all(turned(s + size - words * 4, stride, last, words, flip), t, 64)
             if five_bits:
-                _fifth_bits(s + header, t + 256 + row * 4)
-            _half(s, u + row * 2)
+                store(t + 256, _fifth_bits(pick(turned(s + header, stride, last, 1, 0), 0)))
+            d = pick(turned(s, stride, last, 1, 0), 0)
             if with_min:
-                _half(s + 2, u + 32 + row * 2)
-
-    return rows
-
-
-@numba.njit
-def _rows_q8_0(source: int, n_blocks: int, target: int, row: int) -> None:
-    for b in range(n_blocks):
-        s = source + b * 34
-        t = target + b * 512
-        for i in range(8):
-            word = load_i32(s + 2 + 4 * i) ^ numba.int32(-2139062144)  # every byte plus 128
-            store_scalar(t + (i * 16 + row) * 4, numba.int32(word))
-        _half(s, target + n_blocks * 512 + b * 32 + row * 2)
-
-
-def _rows_float(size: int) -> Any:
-    @numba.njit
-    def rows(source: int, n_blocks: int, target: int, row: int) -> None:
-        for k in range(n_blocks):
-            if size == 4:
-                _word(source + k * 4, target + (k * 16 + row) * 4)
+                store(u, halves_apart(d))
             else:
-                _half(source + k * 2, target + (k * 16 + row) * 2)
+                store(u, i32_to_i16(d))
 
-    return rows
+    return group
 
 
-def row_packer(type_name: str) -> Any:
-    """A compiled function (source row, blocks, target group, row in group) that packs one row."""
-    fmt = BY_NAME[type_name]
+def _float_packer(size: int) -> Any:
+    """Values of 4 or 2 bytes."""
+
+    @numba.njit
+    def group(source: int, stride: int, last: int, n_blocks: int, target: int) -> None:
+        whole = n_blocks * size // 64
+        for i in range(whole):
+            t = target + i * 1024
+            tile_store_all(turned(source + i * 64, stride, last, 16, 0), t, 64)
+            if size == 2:
+                for at in range(t, t + 1024, 64):
+                    store(at, halves_apart(load_i32x16(at)))
+        for k in range(whole * 64 // size, n_blocks):
+            for row in range(last + 1):
+                for byte in range(size):
+                    store_scalar(target + (k * 16 + row) * size + byte, load_u8(source + row * stride + k * size + byte))
+
+    return group
+
+
+def _octet_group(type_name: str) -> Any:
+    pack_row = octet_packer(type_name)
+
+    @numba.njit
+    def group(source: int, stride: int, last: int, n_blocks: int, target: int) -> None:
+        for row in range(last + 1):
+            pack_row(source + row * stride, n_blocks, target, row)
+
+    return group
+
+
+def _packer(type_name: str) -> Any:
     if type_name in OCTETS:
-        return octet_packer(type_name)
+        return _octet_group(type_name)
     if type_name in ("Q4_K", "Q5_K"):
-        return _rows_q4_k(type_name == "Q5_K")
+        return _k_packer(type_name)
     if type_name == "Q6_K":
-        return _rows_q6_k
-    if type_name == "Q8_0":
-        return _rows_q8_0
+        return _q6_k
     if type_name in ("F32", "F16", "BF16"):
-        return _rows_float(fmt.block_bytes)
-    return _rows_32(fmt, type_name in ("Q5_0", "Q5_1"), type_name in ("Q4_1", "Q5_1"))
+        return _float_packer(BY_NAME[type_name].block_bytes)
+    return _32_packer(BY_NAME[type_name])
 
 
 def group_packer(type_name: str) -> Any:
     """A compiled function (first source row, bytes of a source row, rows left, blocks, bytes of a group, target) that packs one group."""
-    pack_row = row_packer(type_name)
+    packed = _packer(type_name)
 
     @numba.njit
     def pack_group(source: int, row_bytes: int, n_rows: int, n_blocks: int, group_bytes: int, target: int) -> None:
         if n_rows < 16:
             for i in range(group_bytes >> 2):
                 store_scalar(target + 4 * i, numba.int32(0))
-        for row in range(min(n_rows, 16)):
-            pack_row(source + row * row_bytes, n_blocks, target, row)
+        packed(source, row_bytes, min(n_rows, 16) - 1, n_blocks, target)
 
     return pack_group
 

@@ -8,7 +8,7 @@ Vectors (norms, biases) are float32 with room up to a multiple of 16.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import psutil
@@ -27,9 +27,10 @@ from localrun.models.validate import BF16, F16, F32
 
 SPARE_MEMORY = 1 << 30
 """What must stay free beside repacked weights for the weights to be repacked unasked."""
-GROUPS_PER_CHUNK = 8
-PIECE = 32 << 20
-"""Bytes of a tensor that are in memory twice, as the file has them and packed."""
+PORTION = 32 << 20
+"""Bytes of tensors that are in memory twice, as the file has them and packed."""
+CHUNK = HUGE_PAGE
+"""Bytes that a thread packs at once: were they fewer, two threads would often begin the same huge page, and both clear one for it."""
 SINGLE_ROWS = ("_shexp.weight", "cls.output.weight")
 """Ends of the names of tensors that are matrices of one row, which files keep as vectors."""
 
@@ -115,6 +116,26 @@ class Stack:
             step = self._whole.group_bytes * (self.rows // 16) if self.packed else self.row_bytes * self.rows
             return np.arange(self.n, dtype=np.int64) * step + self._whole.address
         return np.array([weight.address for weight in self._slices], np.int64)
+
+
+def _portions(weights: Sequence[Weight]) -> Iterator[list[tuple[Weight, int, int]]]:
+    """All rows of all matrices, about PORTION bytes together: matrices with the first of their rows and how many, whole groups of 16 but at
+    a matrix's end.
+    """
+    portion: list[tuple[Weight, int, int]] = []
+    left = PORTION
+    for weight in weights:
+        first = 0
+        while first < weight.rows:
+            n = min(weight.rows - first, max(left // (16 * weight.row_bytes), 1) * 16)
+            portion.append((weight, first, n))
+            first += n
+            left -= n * weight.row_bytes
+            if left < 16 * weight.row_bytes:
+                yield portion
+                portion, left = [], PORTION
+    if portion:
+        yield portion
 
 
 class Weights:
@@ -265,23 +286,22 @@ class Weights:
         looked up come back from the page cache.
         """
         addresses = library.load(self.kernels())
-        program = np.zeros((1, WORDS), np.int64)
-        args = np.zeros(8, np.int64)
         done, total = 0, self.packed_bytes
-        for weight in self._asked:
-            args[1:5] = [weight.row_bytes, weight.rows, weight.columns // weight.block, weight.group_bytes]
-            args[6] = GROUPS_PER_CHUNK
-            program[0, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args.ctypes.data, 0, -1]
-            rows = max(PIECE // (16 * weight.row_bytes), 1) * 16
-            for first in range(0, weight.rows, rows):
-                n = min(rows, weight.rows - first)
-                args[0] = weight.source + first * weight.row_bytes
-                args[2] = n
-                args[5] = weight.address + first // 16 * weight.group_bytes
-                team.run(program, np.array([-(-n // (16 * GROUPS_PER_CHUNK))]))
+        for portion in _portions(self._asked):
+            program = np.zeros((len(portion), WORDS), np.int64)
+            args = np.zeros((len(portion), 8), np.int64)
+            chunks = np.zeros(len(portion), np.int64)
+            for i, (weight, first, n) in enumerate(portion):
+                per_chunk = max(CHUNK // weight.group_bytes, 1)
+                source, target = weight.source + first * weight.row_bytes, weight.address + first // 16 * weight.group_bytes
+                args[i, :7] = [source, weight.row_bytes, n, weight.columns // weight.block, weight.group_bytes, target, per_chunk]
+                program[i, :4] = [addresses[KernelSpec("pack", "pack", (weight.type_name,))], args[i].ctypes.data, 0, -1]
+                chunks[i] = -(-n // (16 * per_chunk))
+            team.run(program, chunks)
+            for weight, first, n in portion:
                 begin = (weight.first_row + first) * weight.row_bytes
                 self.gguf.drop_pages(weight.name, begin, begin + n * weight.row_bytes)
-            done += weight.packed_bytes
+                done += -(-n // 16) * weight.group_bytes
             if progress:
                 progress("packing weights", done, total)
 
