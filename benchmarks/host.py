@@ -58,13 +58,15 @@ class Run:
     seconds: float
     peak_bytes: int
     """Most resident memory, mapped file pages included; 0 where the system does not tell."""
+    own_bytes: int
+    """Most of it at any time that is not pages of files, which the system can drop when it needs them (Linux: RssAnon)."""
 
 
 def run(command: Sequence[object], env: dict[str, str] | None = None) -> Run:
     """Runs a program to its end. Raises RunError."""
     began = time.perf_counter()
     with subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        peak = 0
+        peak = own = 0
         watched = psutil.Process(process.pid)
         while True:
             try:
@@ -75,11 +77,13 @@ def run(command: Sequence[object], env: dict[str, str] | None = None) -> Run:
                     process.kill()
                     raise RunError(f"{command[0]} took more than {RUN_SECONDS:.0f} s") from None
                 with contextlib.suppress(psutil.Error):
-                    peak = max(peak, watched.memory_info().rss)
+                    memory = watched.memory_info()
+                    peak = max(peak, memory.rss)
+                    own = max(own, memory.rss - getattr(memory, "shared", 0))
     if process.returncode:
         last = [line for line in err.splitlines() if line.strip()][-1:]
         raise RunError(f"{' '.join(map(str, command))} ended with {process.returncode}: {' '.join(last)}")
-    return Run(out, time.perf_counter() - began, peak)
+    return Run(out, time.perf_counter() - began, peak, own)
 
 
 def ours(model: Path, *arguments: str) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def ours(model: Path, *arguments: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.out.splitlines()]
     if len(rows) != 1:
         raise RunError(f"{len(rows)} results for one test")
-    return {**rows[0], "process_s": done.seconds, "peak_bytes": done.peak_bytes}
+    return {**rows[0], "process_s": done.seconds, "peak_bytes": done.peak_bytes, "own_bytes": done.own_bytes}
 
 
 @contextlib.contextmanager

@@ -94,16 +94,27 @@ class Comparison:
         return [self._pair(model, f"tg32 @ d{n}", 0, 32, n) for n in (4096, 16384)]
 
     def load(self, model: Path) -> list[Line]:
-        """A whole process that loads the model, reads one token and ends: seconds, and most memory."""
+        """A whole process that loads the model, reads one token and ends: seconds, most resident memory, and the most of it that is the
+        process's own and no file's; the same of ours with weights left as the file has them, beside the same peer.
+        """
         tool = self.peer.tool("llama-bench")
         theirs_command = [tool, "-m", model, "-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1", "--no-warmup"]
-        base = ["-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1", "--no-warmup"]
-        host.ours(model, *base)  # kernels into the cache, the file into memory
-        ours = [host.ours(model, *base) for _ in range(self.rounds)]
         theirs = [host.run(theirs_command) for _ in range(self.rounds)]
-        seconds = host.median([one["process_s"] for one in ours]), host.median([one.seconds for one in theirs])
-        peaks = max(one["peak_bytes"] for one in ours) / 2**20, max(one.peak_bytes for one in theirs) / 2**20
-        return [Line(model.stem, "load, s", *seconds, True), Line(model.stem, "peak, MiB", *peaks, True)]
+        their_seconds = host.median([one.seconds for one in theirs])
+        their_peaks = max(one.peak_bytes for one in theirs) / 2**20, max(one.own_bytes for one in theirs) / 2**20
+        lines = []
+        for pack, how in (("yes", ""), ("no", " mapped")):
+            base = ["-t", str(self.threads), "-p", "1", "-n", "0", "-r", "1", "--no-warmup", "--pack", pack]
+            host.ours(model, *base)  # kernels into the cache, the file into memory
+            ours = [host.ours(model, *base) for _ in range(self.rounds)]
+            seconds = host.median([one["process_s"] for one in ours])
+            peaks = max(one["peak_bytes"] for one in ours) / 2**20, max(one["own_bytes"] for one in ours) / 2**20
+            lines += [
+                Line(model.stem, f"load{how}, s", seconds, their_seconds, True),
+                Line(model.stem, f"peak{how}, MiB", peaks[0], their_peaks[0], True),
+                Line(model.stem, f"own{how}, MiB", peaks[1], their_peaks[1], True),
+            ]
+        return lines
 
     def busy(self, model: Path) -> list[Line]:
         """Writing while another process never lets go of each core."""

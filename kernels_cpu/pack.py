@@ -94,7 +94,7 @@ def _fifth_bits(bits: Any) -> Any:
     """ggml keeps bit k of value k in a 32-bit word; the kernels want byte i, bit g for value 4 g + i.
 
     So the lowest two binary digits of a bit's number become its highest. Two digits are exchanged by moving the bits that have the lower
-    one only up by the difference, and those that have the higher one only down (Knuth, The Art of Computer Programming, 7.1.3: delta swaps).
+    one only up by the difference, those that have the higher one only down (delta swaps: Knuth, The Art of Computer Programming, 7.1.3).
     """
     t = (bits ^ (bits >> 14)) & 0x0000CCCC  # digits 4 and 1
     bits = bits ^ t ^ (t << 14)

@@ -5,6 +5,7 @@ Heavy: imports NumPy and LLVM; belongs into a runner process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import platformdirs
-import psutil
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head, isa, sizes, team
@@ -51,9 +51,16 @@ ATTENTION_CHUNKS = 4
 """Chunks of attention a thread, below which rows are shared out in parts."""
 
 
+def _allowed_cpus() -> int:
+    """What the system counts as processors and this process may use, two for a core that runs two threads; at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_threads() -> int:
     """Physical cores that this process may use, at least 1."""
-    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    import psutil  # takes 10 ms, and a load that is told how many threads to use needs none of it
+
+    allowed = _allowed_cpus()
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical))
 
@@ -403,7 +410,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     chosen = isa.select(options.isa)
     n_threads = options.n_threads or default_threads()
     cache = kernel_cache(options)
-    library = KernelLibrary(chosen, cache, n_workers=default_threads())
+    library = KernelLibrary(chosen, cache, n_workers=_allowed_cpus())
     n_layers = keys.int("block_count", minimum=1)
     causal = is_causal(gguf)
     pooling = POOLINGS[keys.int("pooling_type", 0)] or ("" if causal else "mean")

@@ -1,9 +1,12 @@
-"""Large memory of a process's own, on huge pages where the system has them: walking page tables costs a fifth of the memory's speed."""
+"""Large memory of a process's own, on huge pages where the system has them: walking page tables costs a fifth of the memory's speed.
+And how much there is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from pathlib import Path
 
 HUGE_PAGE = 2 << 20
 
@@ -20,3 +23,14 @@ def anonymous(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a hint that not every system knows
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def available() -> int:
+    """Bytes that processes can still take before the system swaps."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    import psutil  # for systems without that file; importing it takes 10 ms
+
+    return int(psutil.virtual_memory().available)

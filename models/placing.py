@@ -5,6 +5,7 @@ No card, or a model that cards cannot compute, is no error: the CPU runs, and `P
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from localrun.models.rope import AngleTable
 from localrun.models.weights import Weights
 
 if TYPE_CHECKING:
+    from localrun.kernels_gpu.device import Device
     from localrun.models.cards import Cards
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,15 @@ class Placed:
     """Why no layer is on a card, or fewer than were asked for."""
 
 
+def _cards(cache: Path) -> tuple[list[Device], str]:
+    """Those of this machine, or none and why. What speaks to cards is imported only where CuPy is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return [], "CuPy is not installed (pip install localrun[gpu])"
+    from localrun.kernels_gpu import card
+
+    return card.find(cache)
+
+
 def place(record: Record, n_layers: int, n_ctx: int, options: LoadOptions, cache: Path) -> Placed:
     """The plan with layers on cards as options.gpu_layers asks for, as far as that is possible."""
     asked = options.gpu_layers
@@ -48,9 +59,7 @@ def place(record: Record, n_layers: int, n_ctx: int, options: LoadOptions, cache
     if options.devices is not None:
         devices, note = list(options.devices), ""
     else:
-        from localrun.kernels_gpu import card
-
-        devices, note = card.find(cache)
+        devices, note = _cards(cache)
     if devices:
         from localrun.models.offloading import on_cards
 

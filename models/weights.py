@@ -11,7 +11,6 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu.formats import FORMATS
@@ -21,7 +20,7 @@ from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import WORDS, Team
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo
-from localrun.models.memory import HUGE_PAGE, anonymous
+from localrun.models.memory import HUGE_PAGE, anonymous, available
 from localrun.models.model import Progress
 from localrun.models.validate import BF16, F16, F32
 
@@ -148,7 +147,7 @@ class Weights:
         self._asked: list[Weight] = []
         self._keep: list[object] = []
         size = sum(self._packed_size(info) for info in gguf.tensors.values() if not away(info.name))
-        self.pack = psutil.virtual_memory().available > size + SPARE_MEMORY if pack is None else pack
+        self.pack = available() > size + SPARE_MEMORY if pack is None else pack
         self._arena: mmap.mmap | None = None
         self._next = self._end = 0
         if self.pack and size:
