@@ -10,7 +10,9 @@ instruction reads lies together:
     kind '256'  per 16 tokens and super-block TILE_SUPER bytes: 4 x (16 tokens x 64 int8), then 16 x the last 64 bytes of SUPER
     kind '32'   per 16 tokens and 2 blocks TILE_PAIR bytes: 2 x (16 tokens x 32 int8), then 2 x (16 d f32, 16 d * sum f32)
 
-A scale is d = max|x| / 127, a quant rint(x * (127 / max|x|)), ties to even; both are 0 where max|x| is below TINY.
+A scale is d = max|x| / 127, a quant rint(x * (127 / max|x|)), ties to even; both are 0 where max|x| is below TINY. A block of 256 in which
+sixteen successive quants then have magnitudes that add up to more than MOST_OF_16 (it is flat: no value stands out) is quantized with 63
+instead of 127, so that products of 16 with weights of up to 6 bits always are numbers of 16 bits.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 
 import numba
 
-from localrun.kernels_cpu.activation_sizes import MANY, META, SUPER, TILE_PAIR, TILE_SUPER
+from localrun.kernels_cpu.activation_sizes import FEWER_LEVELS, LEVELS, MANY, META, MOST_OF_16, SUPER, TILE_PAIR, TILE_SUPER
 from localrun.kernels_cpu.simd import (
     f32_to_i32,
     i32_to_i8,
+    iabs,
     load_f32,
     load_f32x16,
     load_i8x32,
@@ -46,13 +49,13 @@ i32 = numba.int32
 
 
 @numba.njit
-def _scale(peak: Any, target: int) -> Any:
-    """Writes d = peak / 127 and returns 127 / peak in all lanes; zeros where there is next to nothing."""
+def _scale(peak: Any, levels: Any, target: int) -> Any:
+    """Writes d = peak / levels and returns levels / peak in all lanes; zeros where there is next to nothing."""
     d = f(0.0)
     inverse = f(0.0)
     if peak >= f(TINY):
-        d = f(peak / f(127.0))
-        inverse = f(127.0) / peak
+        d = f(peak / levels)
+        inverse = f(levels / peak)
     store_scalar(target, d)
     return splat_f32(inverse)
 
@@ -66,6 +69,24 @@ def _quants(source: int, inverse: Any, target: int) -> Any:
 
 
 @numba.njit
+def _super_block(source: int, peak: Any, levels: Any, target: int) -> int:
+    """Writes one block of kind '256'; returns the largest sum of |q| over 16 successive quants."""
+    inverse = _scale(peak, levels, target + 256)
+    most = i32(0)
+    for i in range(8):
+        a = _quants(source + i * 128, inverse, target + i * 32)
+        b = _quants(source + i * 128 + 64, inverse, target + i * 32 + 16)
+        low, high = sum_i32(a), sum_i32(b)
+        store_scalar(target + 264 + 2 * i, numba.int16(low + high))
+        store_scalar(target + 288 + 4 * i, numba.int16(low))
+        store_scalar(target + 290 + 4 * i, numba.int16(high))
+        store_scalar(target + 320 + 8 * i, i32(low * -32))
+        store_scalar(target + 324 + 8 * i, i32(high * -32))
+        most = max(most, sum_i32(iabs(a)), sum_i32(iabs(b)))
+    return most
+
+
+@numba.njit
 def quantize_256(row: int, n: int, out: int) -> None:
     """n float32 at `row` (n a multiple of 256) to kind '256' at `out`."""
     for b in range(n >> 8):
@@ -74,13 +95,9 @@ def quantize_256(row: int, n: int, out: int) -> None:
         peak = vabs(load_f32x16(source))
         for i in range(1, 16):
             peak = vmax(peak, vabs(load_f32x16(source + i * 64)))
-        inverse = _scale(max_f32(peak), target + 256)
-        for i in range(8):
-            low = sum_i32(_quants(source + i * 128, inverse, target + i * 32))
-            high = sum_i32(_quants(source + i * 128 + 64, inverse, target + i * 32 + 16))
-            store_scalar(target + 264 + 2 * i, numba.int16(low + high))
-            store_scalar(target + 288 + 4 * i, numba.int16(low))
-            store_scalar(target + 290 + 4 * i, numba.int16(high))
+        largest = max_f32(peak)
+        if _super_block(source, largest, f(LEVELS), target) > MOST_OF_16:
+            _super_block(source, largest, f(FEWER_LEVELS), target)
 
 
 @numba.njit
@@ -91,7 +108,7 @@ def quantize_32(row: int, n: int, out: int) -> None:
         source = row + b * 128
         target = meta + b * META
         peak = max_f32(vmax(vabs(load_f32x16(source)), vabs(load_f32x16(source + 64))))
-        inverse = _scale(peak, target)
+        inverse = _scale(peak, f(LEVELS), target)
         first = sum_i32(_quants(source, inverse, out + b * 32))
         second = sum_i32(_quants(source + 64, inverse, out + b * 32 + 16))
         total = first + second

@@ -61,6 +61,7 @@ from localrun.kernels_cpu.simd import (
 )
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.tiles_table import block_scale
+from localrun.kernels_cpu.token_rows import rows_from
 
 # ---- instructions -------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ def _panel_256(isa: Isa, type_name: str) -> tuple[Any, Any]:
         if with_mins:
             mins = zeros_i32(4)
             for j in range(pairs):
-                mins = dot2(mins, load_i16x32(constants + 128 + j * 64), x + sums_at + j * 4, 64)
+                mins = dot2(mins, load_i16x32(constants + 128 + j * 64), rows_from(x + sums_at + j * 4, 64, 4))
             value = tile_fma(value, tile_to_f32(mins), load_f32x16(constants + 64))
         return tile_fma(acc, value, tile_splat_f32(acc, x, 64))
 

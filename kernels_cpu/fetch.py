@@ -1,25 +1,29 @@
 """Asking memory for what will be read soon.
 
 Weights are read once a pass, front to back, and are fetched in two steps: far ahead into the second-level cache, which can wait for
-three times as many lines at once as the first-level one, and from there shortly before their use. On the 1.5B one token took 50 ms with
-one step of 4096 bytes into the first level, 39 ms so (2 threads of a Sapphire Rapids; 64 ms with hardware prefetching alone).
+three times as many lines at once as the first-level one, and from there before their use. Lines are asked for one by one between the
+multiplications: a processor that has no place left to wait in for one more line stops working ahead, and with twenty asked for at once it
+does. Where a block's quants and scales lie apart, a line is asked for when the same line of an earlier block is read.
+
+One thread, Q4_K from memory, a block of 256 values of 16 rows: 141 ns with bursts 4 KiB and 640 bytes ahead, 121 so; against eight tokens
+235 and 146 (of which 130 are multiplications; with one step only, or both at the same distance, 185).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-FAR = 4096
-"""Bytes between what is read and what is fetched into the second-level cache."""
-NEAR = 640
+FAR = 14 << 10
+"""Bytes, about, between what is read and what is fetched into the second-level cache."""
+NEAR = 4736
 """The same for the first-level cache."""
 
 _i32 = ir.IntType(32)
-
 
 
 def _ask(builder: ir.IRBuilder, address: ir.Value, offset: int, lines: int, level: int) -> None:
@@ -32,32 +36,72 @@ def _ask(builder: ir.IRBuilder, address: ir.Value, offset: int, lines: int, leve
         builder.call(function, [at, read, locality, data])
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, address: Any, lines: Any) -> Any:
-    """Asks for `lines` (a compile-time constant) cache lines from `address` on, into the first-level cache. Any address is allowed."""
+def _asker(level: int) -> Any:
+    @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+    def ask(typingctx: Any, address: Any, lines: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+            _ask(builder, args[0], 0, lines.literal_value, level)
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _ask(builder, args[0], 0, lines.literal_value, 1)
-        return context.get_dummy_value()
+        return types.void(types.int64, lines), codegen
 
-    return types.void(types.int64, lines), codegen
+    ask.__doc__ = f"""Asks for `lines` (a compile-time constant) cache lines from `address` on, into the cache of level {level}.
+
+    Any address is allowed.
+    """
+    return ask
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def fetch_ahead(typingctx: Any, address: Any, lines: Any) -> Any:
-    """Of a stream that is read at `address` and on: asks for the `lines` (a compile-time constant) lines FAR and NEAR bytes behind it."""
+prefetch = _asker(1)
+prefetch_far = _asker(2)
 
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _ask(builder, args[0], FAR, lines.literal_value, 2)
-        _ask(builder, args[0], NEAR, lines.literal_value, 1)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, lines), codegen
+def distances(block: int) -> tuple[int, int]:
+    """FAR and NEAR in whole blocks of that many bytes: the same line of a later block lies so far behind a line."""
+    return max(1, round(FAR / block)) * block, max(1, round(NEAR / block)) * block
+
+
+def fetcher(block: int) -> Any:
+    """The compiled function (address): asks for two lines of later blocks (of `block` bytes) that lie as the line at `address` does in its,
+    which is read now.
+    """
+    far, near = distances(block)
+
+    @numba.njit
+    def fetch(address: int) -> None:
+        prefetch_far(address + far, 1)
+        prefetch(address + near, 1)
+
+    return fetch
+
+
+def split_fetcher(quants: int, scales: int) -> Any:
+    """The compiled function (quants now, scales now, where the group's quants end, blocks in a row) -> (address far ahead, address near).
+
+    For groups in which all blocks' quants lie before all their scales: asks for the scales, and says where the quants of later blocks lie,
+    in this group or in the next one; whoever multiplies asks for these line by line.
+    """
+    far, near = distances(quants)
+
+    @numba.njit
+    def ahead(w: int, u: int, end: int, n: int) -> Any:
+        gap = n * scales + 63 & -64
+        prefetch_far(u + n * quants + gap, 1)
+        prefetch(u + 512, 1)
+        distant = w + far
+        close = w + near
+        if distant >= end:
+            distant += gap
+        if close >= end:
+            close += gap
+        return distant, close
+
+    return ahead
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_first(typingctx: Any, address: Any) -> Any:
-    """Of a stream that begins at `address`: asks for all that `fetch_ahead` will not, being behind it already."""
+    """Of a stream that begins at `address`: asks for all that will not be asked for from there on, being too near."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         _ask(builder, args[0], 0, FAR // 64, 2)

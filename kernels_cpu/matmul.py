@@ -21,7 +21,7 @@ import numba
 from localrun.kernels_cpu import amx
 from localrun.kernels_cpu.activation_sizes import META, SUPER
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
-from localrun.kernels_cpu.fetch import fetch_ahead, fetch_first
+from localrun.kernels_cpu.fetch import fetch_first, fetcher, prefetch, prefetch_far, split_fetcher
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
@@ -40,12 +40,9 @@ from localrun.kernels_cpu.simd import (
     load_u8x64,
     sar,
     splat_f32,
-    splat_i32,
     tile_fma,
     tile_mul,
     tile_scale_add,
-    tile_splat_f32,
-    tile_splat_i32,
     tile_store,
     tile_to_f32,
     u8_to_i16,
@@ -58,6 +55,7 @@ from localrun.kernels_cpu.simd import (
 )
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.tiles_table import table_tile
+from localrun.kernels_cpu.token_rows import rows_f32, rows_from, rows_i32
 
 PANEL = 1 << 20
 """Bytes of activations that are worked on together."""
@@ -72,37 +70,45 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
     dot4, dot2 = isa.ops.tile_dot4, isa.ops.tile_dot2
     step = 2880 if high_bits else 2368
     scales = 2560 if high_bits else 2048
-    spread = -(-step // 256)
+    fetch = fetcher(step)
+    weigh = tile_scale_add if high_bits else isa.ops.tile_weigh
     apart = isa.name in FEW_REGISTERS and tokens == 4
 
     @numba.njit
-    def one_side(w: int, fifth_at: int, shift: int, fifth_shift: int, x: int, stride: int) -> Any:
+    def one_side(w: int, fifth_at: int, shift: int, fifth_shift: int, x: Any) -> Any:
         """Dot products of 32 values: the upper or the lower halves of bytes, so that only one set of sums is in registers."""
         sums = zeros_i32(tokens)
         for g in range(8):
             a = (load_u8x64(w + g * 64) >> shift) & 15
             if high_bits:
                 a = a | (bytes_of((words_of(load_u8x64(fifth_at + g * 64)) >> fifth_shift) << 4) & 16)
-            sums = dot4(sums, a, x + g * 4, stride)
+            sums = dot4(sums, a, x + g * 4)
         return sums
 
     @numba.njit
-    def tile(w: int, n: int, x: int, stride: int) -> Any:
+    def tile(w: int, n: int, at: int, stride: int) -> Any:
+        x = rows_from(at, stride, tokens)
         acc = zeros_f32(tokens)
         for _ in range(n):
             total = zeros_i32(tokens)
             for j in range(4):
-                fetch_ahead(w + j * spread * 64, spread)
                 if apart:
-                    at = w + j * 512
-                    low = one_side(at, w + 2048, 0, 2 * j, x + j * 64, stride)
-                    total = tile_scale_add(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
-                    high = one_side(at, w + 2048, 4, 2 * j + 1, x + j * 64 + 32, stride)
-                    total = tile_scale_add(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+                    for line in range(8):
+                        fetch(w + j * 512 + line * 64)
+                    v = w + j * 512
+                    low = one_side(v, w + 2048, 0, 2 * j, x + j * 64)
+                    total = weigh(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
+                    high = one_side(v, w + 2048, 4, 2 * j + 1, x + j * 64 + 32)
+                    total = weigh(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
                     continue
+                fetch(w + 2048 + j * 64)
+                if high_bits:
+                    fetch(w + 2304 + j * 64)
+                    fetch(w + 2560 + j * 64)
                 low = zeros_i32(tokens)
                 high = zeros_i32(tokens)
                 for g in range(8):
+                    fetch(w + (j * 8 + g) * 64)
                     nibbles = load_u8x64(w + (j * 8 + g) * 64)
                     a = nibbles & 15
                     b = (nibbles >> 4) & 15
@@ -110,17 +116,18 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
                         fifth = words_of(load_u8x64(w + 2048 + g * 64)) >> (2 * j)
                         a = a | (bytes_of(fifth << 4) & 16)
                         b = b | (bytes_of(fifth << 3) & 16)
-                    low = dot4(low, a, x + j * 64 + g * 4, stride)
-                    high = dot4(high, b, x + j * 64 + 32 + g * 4, stride)
-                total = tile_scale_add(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
-                total = tile_scale_add(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+                    low = dot4(low, a, x + j * 64 + g * 4)
+                    high = dot4(high, b, x + j * 64 + 32 + g * 4)
+                total = weigh(total, low, u8_to_i32(load_i8x16(w + scales + j * 32)))
+                total = weigh(total, high, u8_to_i32(load_i8x16(w + scales + j * 32 + 16)))
+            fetch(w + step - 64)
             mins = zeros_i32(tokens)
             for j in range(4):
-                mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), x + 264 + j * 4, stride)
+                mins = dot2(mins, u8_to_i16(load_i8x32(w + scales + 128 + j * 32)), x + 264 + j * 4)
             d = f16_to_f32(load_f16x16(w + scales + 256))
             dmin = f16_to_f32(load_f16x16(w + scales + 288))
             value = tile_fma(tile_mul(tile_to_f32(total), d), tile_to_f32(mins), dmin * numba.float32(-1.0))
-            acc = tile_fma(acc, value, tile_splat_f32(acc, x + 256, stride))
+            acc = tile_fma(acc, value, rows_f32(x + 256))
             w += step
             x += SUPER
         return acc
@@ -129,38 +136,41 @@ def _tile_q4_k(isa: Isa, tokens: int, high_bits: bool) -> Any:
 
 
 def _tile_q6_k(isa: Isa, tokens: int) -> Any:
-    dot4, dot2 = isa.ops.tile_dot4, isa.ops.tile_dot2
+    dot4, weigh = isa.ops.tile_dot4, isa.ops.tile_weigh
+    fetch = fetcher(3392)
 
     @numba.njit
-    def tile(w: int, n: int, x: int, stride: int) -> Any:
+    def tile(w: int, n: int, at: int, stride: int) -> Any:
+        x = rows_from(at, stride, tokens)
         acc = zeros_f32(tokens)
         for _ in range(n):
             total = zeros_i32(tokens)
             for part in range(8):  # half of 128 values (2) x first or second 16 of each 32 (2) x lower or upper 32 of a byte pair (2)
-                fetch_ahead(w + part * 448, 7)
+                if part & 1:
+                    fetch(w + 3072 + (part >> 1) * 64)
                 half, side, pair = part >> 2, (part >> 1) & 1, part & 1
-                first = zeros_i32(tokens)
-                second = zeros_i32(tokens)
                 k = half * 128 + pair * 32 + side * 16
+                first = rows_i32(x + 320 + k // 4)
+                second = rows_i32(x + 336 + k // 4)
                 for g in range(4):
+                    fetch(w + (half * 16 + pair * 8 + side * 4 + g) * 64)
+                    if not pair:
+                        fetch(w + 2048 + (half * 8 + side * 4 + g) * 64)
                     nibbles = load_u8x64(w + (half * 16 + pair * 8 + side * 4 + g) * 64)
                     top = words_of(load_u8x64(w + 2048 + (half * 8 + side * 4 + g) * 64)) >> (2 * pair)
                     a = (nibbles & 15) | (bytes_of(top << 4) & 48)
                     b = ((nibbles >> 4) & 15) | (bytes_of(top) & 48)
-                    first = dot4(first, a, x + k + g * 4, stride)
-                    second = dot4(second, b, x + k + 64 + g * 4, stride)
+                    first = dot4(first, a, x + k + g * 4)
+                    second = dot4(second, b, x + k + 64 + g * 4)
                 pairs = w + 3072 + (half * 4 + pair) * 32
                 lanes_a = words_of_pairs(i8_to_i16(load_i8x32(pairs)))
                 lanes_b = words_of_pairs(i8_to_i16(load_i8x32(pairs + 64)))
                 shift = 16 - 16 * side
-                total = tile_scale_add(total, first, sar(lanes_a << shift, 16))
-                total = tile_scale_add(total, second, sar(lanes_b << shift, 16))
-            offsets = zeros_i32(tokens)
-            for j in range(8):
-                offsets = dot2(offsets, i8_to_i16(load_i8x32(w + 3072 + j * 32)), x + 288 + j * 4, stride)
-            total = tile_scale_add(total, offsets, splat_i32(numba.int32(-32)))
+                total = weigh(total, first, sar(lanes_a << shift, 16))
+                total = weigh(total, second, sar(lanes_b << shift, 16))
+            fetch(w + 3328)
             d = f16_to_f32(load_f16x16(w + 3328))
-            acc = tile_fma(acc, tile_mul(tile_to_f32(total), d), tile_splat_f32(acc, x + 256, stride))
+            acc = tile_fma(acc, tile_mul(tile_to_f32(total), d), rows_f32(x + 256))
             w += 3392
             x += SUPER
         return acc
@@ -178,33 +188,39 @@ def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
     with_min = type_name in ("Q4_1", "Q5_1")
     offset = {"Q4_0": 8, "Q5_0": 12}.get(type_name, 0)
     dot4 = isa.ops.tile_dot4
-    lines = quants // 64
+    ahead = split_fetcher(quants, scales)
 
     @numba.njit
-    def tile(w: int, n: int, x: int, stride: int) -> Any:
+    def tile(w: int, n: int, at: int, stride: int) -> Any:
+        x = rows_from(at, stride, tokens)
         acc = zeros_f32(tokens)
-        u = w + n * quants
+        end = w + n * quants
+        u = end
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            fetch_ahead(w, lines)
+            far, near = ahead(w, u, end, n)
             dots = zeros_i32(tokens)
             if not with_min:
-                dots = tile_splat_i32(acc, meta + offset, stride)
+                dots = rows_i32(meta + offset)
             if five_bits:
+                prefetch_far(far + 256, 1)
+                prefetch(near + 256, 1)
                 bits = words_of(load_u8x64(w + 256))
             for g in range(4):
+                prefetch_far(far + g * 64, 1)
+                prefetch(near + g * 64, 1)
                 nibbles = load_u8x64(w + g * 64)
                 a = nibbles & 15
                 b = (nibbles >> 4) & 15
                 if five_bits:
                     a = a | (bytes_of((bits >> g) << 4) & 16)
                     b = b | (bytes_of(bits >> g) & 16)
-                dots = dot4(dots, a, x + g * 4, stride)
-                dots = dot4(dots, b, x + 16 + g * 4, stride)
-            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta, stride))
+                dots = dot4(dots, a, x + g * 4)
+                dots = dot4(dots, b, x + 16 + g * 4)
+            scaled = tile_mul(tile_to_f32(dots), rows_f32(meta))
             acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u)))
             if with_min:
-                acc = tile_fma(acc, tile_splat_f32(acc, meta + 4, stride), f16_to_f32(load_f16x16(u + 32)))
+                acc = tile_fma(acc, rows_f32(meta + 4), f16_to_f32(load_f16x16(u + 32)))
             w += quants
             u += scales
             x += 32
@@ -216,18 +232,23 @@ def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
 
 def _tile_q8_0(isa: Isa, tokens: int) -> Any:
     dot4 = isa.ops.tile_dot4_full
+    ahead = split_fetcher(512, 32)
 
     @numba.njit
-    def tile(w: int, n: int, x: int, stride: int) -> Any:
+    def tile(w: int, n: int, at: int, stride: int) -> Any:
+        x = rows_from(at, stride, tokens)
         acc = zeros_f32(tokens)
-        u = w + n * 512
+        end = w + n * 512
+        u = end
         meta = x + ((n * 32 + 63) & -64)
         for _ in range(n):
-            fetch_ahead(w, 8)
-            dots = tile_splat_i32(acc, meta + 16, stride)
+            far, near = ahead(w, u, end, n)
+            dots = rows_i32(meta + 16)
             for g in range(8):
-                dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4, stride)
-            scaled = tile_mul(tile_to_f32(dots), tile_splat_f32(acc, meta, stride))
+                prefetch_far(far + g * 64, 1)
+                prefetch(near + g * 64, 1)
+                dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4)
+            scaled = tile_mul(tile_to_f32(dots), rows_f32(meta))
             acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u)))
             w += 512
             u += 32
@@ -253,22 +274,23 @@ def _tile_float(isa: Isa, type_name: str, tokens: int) -> Any:
     size = 64 if type_name == "F32" else 32
 
     @numba.njit
-    def tile(w: int, n: int, x: int, stride: int) -> Any:
+    def tile(w: int, n: int, at: int, stride: int) -> Any:
+        x = rows_from(at, stride, tokens)
         p0 = zeros_f32(tokens)
         p1 = zeros_f32(tokens)
         p2 = zeros_f32(tokens)
         p3 = zeros_f32(tokens)
         k = 0
         while k + 4 <= n:
-            p0 = tile_fma(p0, tile_splat_f32(p0, x, stride), column(w))
-            p1 = tile_fma(p1, tile_splat_f32(p0, x + 4, stride), column(w + size))
-            p2 = tile_fma(p2, tile_splat_f32(p0, x + 8, stride), column(w + 2 * size))
-            p3 = tile_fma(p3, tile_splat_f32(p0, x + 12, stride), column(w + 3 * size))
+            p0 = tile_fma(p0, rows_f32(x), column(w))
+            p1 = tile_fma(p1, rows_f32(x + 4), column(w + size))
+            p2 = tile_fma(p2, rows_f32(x + 8), column(w + 2 * size))
+            p3 = tile_fma(p3, rows_f32(x + 12), column(w + 3 * size))
             w += 4 * size
             x += 16
             k += 4
         while k < n:
-            p0 = tile_fma(p0, tile_splat_f32(p0, x, stride), column(w))
+            p0 = tile_fma(p0, rows_f32(x), column(w))
             w += size
             x += 4
             k += 1

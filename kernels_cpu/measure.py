@@ -10,14 +10,16 @@ from typing import Any
 
 import numba
 
-from localrun.kernels_cpu.fetch import fetch_ahead
+from localrun.kernels_cpu.fetch import fetcher
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.measure_sizes import accumulators
 from localrun.kernels_cpu.simd import load_i32x16, load_i64, load_u8x64, store, store_scalar, tile_store_all, zeros_i32
+from localrun.kernels_cpu.token_rows import rows_from
 
 
 def read(isa: Isa) -> Any:
     """args: address, bytes a chunk (a multiple of 256), address of 64 bytes for each thread; chunk: which part of the memory."""
+    fetch = fetcher(64)
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         size = load_i64(args + 8)
@@ -28,10 +30,13 @@ def read(isa: Isa) -> Any:
         c = load_i32x16(at + 128)
         d = load_i32x16(at + 192)
         while at < end:
-            fetch_ahead(at, 4)
+            fetch(at)
             a = a + load_i32x16(at)
+            fetch(at + 64)
             b = b + load_i32x16(at + 64)
+            fetch(at + 128)
             c = c + load_i32x16(at + 128)
+            fetch(at + 192)
             d = d + load_i32x16(at + 192)
             at += 256
         store(load_i64(args + 16) + thread * 64, a + b + c + d)
@@ -52,7 +57,7 @@ def multiply(isa: Isa) -> Any:
         w = load_u8x64(scratch)
         for i in range(load_i64(args)):
             # Other bytes each time: products of the same ones would be taken out of the loop.
-            acc = dot(acc, w, scratch + 64 + (i & 7) * 4, 4)
+            acc = dot(acc, w, rows_from(scratch + 64 + (i & 7) * 4, 4, count))
         tile_store_all(acc, scratch + 256, 64)
 
     return kernel

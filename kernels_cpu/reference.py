@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from localrun.kernels_cpu.activation_sizes import FEWER_LEVELS, LEVELS, MOST_OF_16
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS, floats, fp4, iquants, kquants, legacy, ternary
 from localrun.kernels_cpu.formats.codes import Bytes, Codes
 
@@ -86,17 +87,26 @@ def quantize_q8(x: Floats, block: int) -> tuple[NDArray[np.int8], Floats, NDArra
     """Activations as int8 with one scale for `block` successive values (32 or 256).
 
     x: float32 (tokens, n), n a multiple of block. Returns q int8 (tokens, n), d float32 (tokens, n / block) and the sums of q over each
-    16 values, int32 (tokens, n / 16). With m = max |x| of a block: d = m / 127, q = x * (127 / m) rounded to the nearest integer, halves
-    to even, each operation in float32; q and d are 0 where m < TINY.
+    16 values, int32 (tokens, n / 16). With m = max |x| of a block and L levels: d = m / L, q = x * (L / m) rounded to the nearest
+    integer, halves to even, each operation in float32; q and d are 0 where m < TINY. L is 127, and 63 in blocks of 256 where 127 would
+    give sixteen successive values quants whose magnitudes add up to more than 1023.
     """
     tokens, n = x.shape
     blocks = np.ascontiguousarray(x, np.float32).reshape(tokens, n // block, block)
     largest = np.abs(blocks).max(axis=2, initial=0)
-    live = largest >= TINY
-    inverse = np.where(live, np.float32(127) / np.where(live, largest, np.float32(1)), np.float32(0))
-    q = np.rint(blocks * inverse[:, :, None]).astype(np.int8).reshape(tokens, n)
-    d = np.where(live, largest / np.float32(127), np.float32(0))
+    q, d = _with_levels(blocks, largest, np.full(largest.shape, LEVELS, np.float32))
+    if block == 256:
+        flat = np.abs(q.astype(np.int32)).reshape(tokens, n // 256, 16, 16).sum(axis=3).max(axis=2, initial=0) > MOST_OF_16
+        q, d = _with_levels(blocks, largest, np.where(flat, np.float32(FEWER_LEVELS), np.float32(LEVELS)))
+    q = q.reshape(tokens, n)
     return q, d, q.reshape(tokens, n // 16, 16).sum(axis=2, dtype=np.int32)
+
+
+def _with_levels(blocks: Floats, largest: Floats, levels: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Quants (tokens, blocks, values) and scales (tokens, blocks) for these largest magnitudes and numbers of levels (tokens, blocks)."""
+    live = largest >= TINY
+    inverse = np.where(live, levels / np.where(live, largest, np.float32(1)), np.float32(0))
+    return np.rint(blocks * inverse[:, :, None]).astype(np.int8), np.where(live, largest / levels, np.float32(0))
 
 
 def matmul(type_id: int, packed: Bytes, x: Floats) -> Floats:

@@ -363,6 +363,16 @@ def sar(typingctx: Any, value: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def iabs(typingctx: Any, value: Any) -> Any:
+    """Magnitudes of an i32x16."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return call(builder, "llvm.abs.v16i32", args[0].type, [args[0], ir.Constant(ir.IntType(1), 0)])
+
+    return i32x16(i32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def lanes_below(typingctx: Any, count: Any) -> Any:
     """i32x16: -1 in the lanes whose number is below `count` (int64), 0 in the others."""
 
@@ -542,21 +552,6 @@ def tile_splat_f32(typingctx: Any, like: Any, address: Any, stride: Any) -> Any:
         def each(i: int) -> ir.Value:
             at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, i)))
             return splat(builder, builder.load(pointer(builder, at, _f32), align=1), 16)
-
-        return tile_map(builder, out, each)
-
-    return out(like, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_splat_i32(typingctx: Any, like: Any, address: Any, stride: Any) -> Any:
-    """A tile, as many vectors as `like`, of the int32 at address, address + stride, ... each in all lanes of its vector."""
-    out = Tile(i32x16, like.count)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        def each(i: int) -> ir.Value:
-            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, i)))
-            return splat(builder, builder.load(pointer(builder, at, _i32), align=1), 16)
 
         return tile_map(builder, out, each)
 

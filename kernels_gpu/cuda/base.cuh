@@ -8,7 +8,8 @@ enum { TOKENS = 0, OUTPUTS = 1, POSITIONS = 3, TABLES = 4, OUTPUT_ROWS = 5, KV =
        PARTIAL = 19 };
 
 // Offsets in rows of quantized activations, see kernels_cpu/activations.py.
-#define SUPER 320
+#define SUPER 384
+#define MOST_OF_16 1023
 #define META 28
 #define TINY 1e-30f
 #define MASKED -1e30f

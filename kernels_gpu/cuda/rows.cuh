@@ -6,14 +6,14 @@ struct Quant {
     int q, first, second;
 };
 
-// All threads of a warp together; peak: the largest magnitude of the values that share the scale.
-DEVICE Quant quantized(float v, float peak) {
+// All threads of a warp together; peak: the largest magnitude of the values that share the scale, which becomes `levels`.
+DEVICE Quant quantized(float v, float peak, float levels) {
     Quant r;
     float inverse = 0.0f;
     r.d = 0.0f;
     if (peak >= TINY) {
-        r.d = div_(peak, 127.0f);
-        inverse = div_(127.0f, peak);
+        r.d = div_(peak, levels);
+        inverse = div_(levels, peak);
     }
     r.q = nearest(mul_(v, inverse));
     r.first = r.q;
@@ -24,7 +24,7 @@ DEVICE Quant quantized(float v, float peak) {
 
 // What a warp has of 32 values, as int8 with one scale: kind '32' of kernels_cpu/activations.py.
 DEVICE void give_32(i64 at, i64 n, i64 i, float v, float peak) {
-    Quant r = quantized(v, peak);
+    Quant r = quantized(v, peak, 127.0f);
     if (i >= n) return;
     ((i8 *)at)[i] = (i8)r.q;
     if (i & 31) return;
@@ -42,11 +42,20 @@ DEVICE void give_32(i64 at, i64 n, i64 i, float v, float peak) {
 // What a block of 256 threads has of 256 values: kind '256'.
 DEVICE void give_256(i64 at, i64 n, i64 i, float v, float peak) {
     __shared__ float peaks[8];
+    __shared__ int sizes[8];
     barrier();
     if (!(i & 31)) peaks[(i >> 5) & 7] = peak;
     barrier();
     for (int w = 0; w < 8; w++) peak = larger(peak, peaks[w]);
-    Quant r = quantized(v, peak);
+    Quant r = quantized(v, peak, 127.0f);
+    int size = r.q < 0 ? -r.q : r.q;
+    for (int o = 8; o; o >>= 1) size += swap(size, o);
+    int other = swap(size, 16);
+    if (!(i & 31)) sizes[(i >> 5) & 7] = size < other ? other : size;
+    barrier();
+    int most = 0;
+    for (int w = 0; w < 8; w++) most = most < sizes[w] ? sizes[w] : most;
+    if (most > MOST_OF_16) r = quantized(v, peak, 63.0f);
     if (i >= n) return;
     i64 block = at + (i >> 8) * SUPER;
     int k = (int)(i & 255);
@@ -56,6 +65,8 @@ DEVICE void give_256(i64 at, i64 n, i64 i, float v, float peak) {
     ((short *)(block + 264))[k >> 5] = (short)(r.first + r.second);
     ((short *)(block + 288))[k >> 4] = (short)r.first;
     ((short *)(block + 288))[(k >> 4) + 1] = (short)r.second;
+    ((int *)(block + 320))[k >> 4] = r.first * -32;
+    ((int *)(block + 320))[(k >> 4) + 1] = r.second * -32;
 }
 
 // Gives value i of finished row t (all 256 threads, each one of 256 successive values, 0 behind the row's end) to whoever reads it.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu import isa, reference
 from localrun.kernels_cpu.activation_sizes import MANY as MATRIX
+from localrun.kernels_cpu.activation_sizes import SUPER
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS
 from localrun.kernels_cpu.shapes import NEVER, WIDE_FROM, Shape
 from localrun.kernels_cpu.sizes import PACKINGS
@@ -84,6 +85,7 @@ def case(name: str) -> tuple[NDArray[np.uint8], Floats, Floats]:
     x[5] = 0
     x[6] *= np.float32(1e-33)
     x[7, :32] = 127  # the largest sums there are
+    x[8] = np.where(rng.random(n) < 0.5, -1, 1)  # flat: fewer levels
     return rows, x, reference.matmul(BY_NAME[name].id, rows, x)
 
 
@@ -166,6 +168,35 @@ def test_long_rows_and_many_tokens(name: str) -> None:
         np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"packed: {packed}")
 
 
+SCALES_AT = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q6_K": (208, 210)}
+"""Bytes of a block that are its float16 scales."""
+
+
+@pytest.mark.parametrize("isa_name", ISAS)
+@pytest.mark.parametrize("name", SCALES_AT)
+def test_largest_sums_of_sub_blocks(isa_name: str, name: str) -> None:
+    """Every weight at either end of its range, every activation of the same sign: what a sub-block adds up to still is right."""
+    form = BY_NAME[name]
+    blocks = np.zeros((4, 2, form.block_bytes), np.uint8)
+    blocks[1], blocks[2], blocks[3] = 255, 0x0F, 0xF0
+    first, last = SCALES_AT[name]
+    blocks[:, :, first:last] = np.array([1.0] * ((last - first) // 2), np.float16).view(np.uint8)
+    rows = np.resize(blocks.reshape(4, -1), (16, 2 * form.block_bytes))
+    x = np.full((8, 512), 64, np.float32)
+    x[:, ::16] = 63  # sixteen magnitudes add up to 1023
+    x[:, :512:256], x[:, 1:512:256] = 127, 0  # the first of them still so
+    x[:, 2:512:256] = 62
+    x[1] *= -1
+    x[2, 1::2] *= -1
+    x[3] = 1
+    x[4] = -1
+    expected = reference.matmul(form.id, rows, x) + np.float32(0)
+    quantized = running.Quantized(isa_name, x, "256")
+    for tokens in (1, 8):
+        out = running.matmul(isa_name, form.id, rows, quantized, tokens, 512, packed=True)
+        np.testing.assert_array_equal(bits(out), bits(expected[:tokens]))
+
+
 def test_every_weight_type_has_kernels() -> None:
     assert set(PACKINGS) == {*reference.UNPACK, *reference.FLOATS} - {BY_NAME["Q8_K"].id}
 
@@ -175,19 +206,26 @@ def test_quantized_activations(isa_name: str) -> None:
     """Quants, scales and every sum that kernels use, of both kinds; halves go to even, next to nothing is zero."""
     rng = np.random.default_rng(3)
     x = (rng.normal(0, 1, (6, 512)) * 10 ** rng.uniform(-20, 20, (6, 1))).astype(np.float32)
+    x[5] = 0
     x[1] = 0
     x[2] = np.float32(1e-30) * np.linspace(-0.99, 0.99, 512, dtype=np.float32)
     x[3, :256] = np.float32(1e-30)
     x[4, :5] = [127, 0.5, 1.5, -2.5, 2.5000002]
     x[4, 5:] = 0
+    x[5, 16:32] = 64  # sums of magnitudes of just 1023, and of 1024
+    x[5, 0], x[5, 16] = 127, 63
+    x[5, 256 + 16 : 256 + 32] = -64
+    x[5, 256] = 127
     q, d, sums = reference.quantize_q8(x, 256)
+    assert [np.abs(q[5, at : at + 256]).max() for at in (0, 256)] == [127, 63]
     form = running.Quantized(isa_name, x, "256")
     for t in range(len(x)):
-        blocks = form.row(t)[: 2 * 320].reshape(2, 320)
+        blocks = form.row(t)[: 2 * SUPER].reshape(2, SUPER)
         np.testing.assert_array_equal(blocks[:, :256].view(np.int8).reshape(-1), q[t])
         np.testing.assert_array_equal(blocks[:, 256:260].copy().view(np.uint32)[:, 0], bits(d[t]))
         np.testing.assert_array_equal(blocks[:, 264:280].copy().view(np.int16), sums[t].reshape(2, 8, 2).sum(axis=2))
         np.testing.assert_array_equal(blocks[:, 288:320].copy().view(np.int16), sums[t].reshape(2, 16))
+        np.testing.assert_array_equal(blocks[:, 320:384].copy().view(np.int32), -32 * sums[t].reshape(2, 16))
     q, d, sums = reference.quantize_q8(x, 32)
     form = running.Quantized(isa_name, x, "32")
     for t in range(len(x)):

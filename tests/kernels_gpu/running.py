@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head
+from localrun.kernels_cpu.activation_sizes import SUPER
 from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_gpu.device import Launch
 from localrun.kernels_gpu.emulator import Emulator, compiler
@@ -79,7 +80,7 @@ class Card:
         address, row_stride = self.row_args(x)
         if kind == "f":
             return address, row_stride, tokens * row_stride
-        stride = {"256": n // 256 * 320, "32": (n + 63) // 64 * 64 + n // 32 * 28}[kind]
+        stride = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * 28}[kind]
         stride = -(-stride // 64) * 64
         to = self.device.allocate(tokens * stride)
         readers = [0] * 8
