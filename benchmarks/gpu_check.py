@@ -27,6 +27,7 @@ import platformdirs
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head, reference
+from localrun.kernels_cpu.activation_sizes import META, SUPER
 from localrun.kernels_cpu.formats import BY_NAME, FORMATS
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_gpu import card
@@ -105,7 +106,7 @@ def product(device: Device, name: str, rows: Bytes, x: Floats) -> Floats:
     """W x on the card: float32 (tokens, rows)."""
     card_type = CARD_TYPES[name]
     tokens, n = x.shape
-    stride = {"256": n // 256 * 320, "32": (n + 63) // 64 * 64 + n // 32 * 28, "f": n * 4}[card_type.kind]
+    stride = {"256": n // 256 * SUPER, "32": (n + 63) // 64 * 64 + n // 32 * META, "f": n * 4}[card_type.kind]
     stride = -(-stride // 64) * 64
     given = device.allocate(tokens * stride)
     readers = [0] * 8
