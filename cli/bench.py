@@ -27,11 +27,17 @@ def bench(
     batch_size: Annotated[str, typer.Option("-b", "--batch-size", metavar="N,...", help="Most tokens of one pass.")] = "512",
     parallel: Annotated[str, typer.Option("--parallel", metavar="N,...", help="Sequences that are written together.")] = "1",
     threads: Annotated[str, typer.Option("-t", "--threads", metavar="N,...", help="Threads  [default: physical cores].")] = "",
+    threads_batch: Annotated[
+        str, typer.Option("--threads-batch", "-tb", metavar="N,...", help="Threads for prompts and several sequences  [default: as -t].")
+    ] = "",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Repetitions of each test.")] = 5,
     cache_type: Annotated[str, typer.Option("--cache-type", metavar="TYPE", help="Type of the keys and values.")] = "f16",
     isa: Annotated[str, typer.Option("--isa", metavar="NAME", help="Instruction set  [default: the best].")] = "",
     pack: Annotated[str, typer.Option("--pack", metavar="auto|yes|no", help="Repack the weights.")] = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="Where the time of a decoding step goes, instead of speeds.")] = False,
+    tune: Annotated[
+        str, typer.Option("--tune", metavar="known|again|no", help="Tile shapes: those remembered, timed anew, or the usual ones.")
+    ] = "known",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array, fields named as in llama-bench's.")] = False,
 ) -> None:
     """Measure how fast a model reads and writes.
@@ -44,10 +50,11 @@ def bench(
       localrun bench smollm2
       localrun bench smollm2 -p 0 -n 64 -d 0,4096 --json
       localrun bench smollm2 --profile --parallel 8
+      localrun bench smollm2 --tune again
     """
     command = [sys.executable, "-m", "localrun.engine.bench", "-o", "json" if as_json else "md"]
     given = {"-p": n_prompt, "-n": n_gen, "-d": n_depth, "-b": batch_size, "-np": parallel, "-t": threads, "-r": str(repetitions)}
-    given |= {"-ctk": cache_type, "--isa": isa, "--pack": pack}
+    given |= {"-ctk": cache_type, "--isa": isa, "--pack": pack, "--tune": tune, "-tb": threads_batch}
     for name, value in given.items():
         if value:
             command += [name, value]

@@ -14,6 +14,7 @@ PARAMETERS: dict[str, type] = {
     "num_keep": int,
     "num_batch": int,
     "num_thread": int,
+    "num_thread_batch": int,
     "num_gpu": int,
     "gpu_layers": int,
     "top_k": int,

@@ -63,6 +63,7 @@ HELP_PARAMETERS = """\
   /set parameter presence_penalty X    counts against a token that occurred at all
   /set parameter frequency_penalty X   counts against it each time
   /set parameter num_thread N          threads to compute with
+  /set parameter num_thread_batch N    threads to read prompts with
   /set parameter stop TEXT [TEXT ...]  what ends an answer
 """
 HELP_SHORTCUTS = """\

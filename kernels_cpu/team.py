@@ -97,7 +97,9 @@ def replay(isa: Any, timed: int = 0) -> Any:
 
 
 def follow(isa: Any) -> Any:
-    """A worker's loop: runs pass after pass as they are published, returns when none has come for a while. chunk = the last pass it ran."""
+    """A worker's loop: runs pass after pass as they are published, returns when none that it is a member of has come for a while.
+    chunk = the last pass it saw.
+    """
     from localrun.kernels_cpu.atomics import atomic_load, call_kernel, pause
     from localrun.kernels_cpu.simd import load_i64, store_scalar
 
@@ -106,10 +108,11 @@ def follow(isa: Any) -> Any:
         while spins < SPINS_BETWEEN_PASSES:
             epoch = atomic_load(args)
             if epoch != last:
-                call_kernel(load_i64(args + 32), args, head, epoch, thread)
                 last = epoch
+                if thread < load_i64(args + 40):
+                    call_kernel(load_i64(args + 32), args, head, epoch, thread)
+                    spins = 0
                 store_scalar(args + 64 + thread * 64, last)
-                spins = 0
             pause()
             spins += 1
 
@@ -171,7 +174,7 @@ class Team:
         self._library = library
         self._programs: dict[int, tuple[NDArray[np.int64], int]] = {}
         """By id: each with its address, which NumPy takes as long to tell as ten other calls."""
-        # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay; then, a cache line each, the last pass of each thread
+        # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay, 5 members of the pass; then, a cache line each, the last pass of each thread
         self._state = np.zeros(8 * (n_threads + 2), np.int64)
         self._state[3] = _yield_function()
         self._state[4] = replay_address
@@ -183,19 +186,22 @@ class Team:
         for worker in self._workers:
             worker.start()
 
-    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1) -> None:
+    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1, members: int = 0) -> None:
         """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks, grains[i] of which a thread takes at once: small ones would cost
         more to take than to do. A grain of -d: a d-th of what is left, so that threads go long ways through memory and still end together.
-        Returns when all are done.
+        members: how many threads take part, 0: all. Returns when all are done.
         """
+        members = members or self.n_threads
         epoch = int(self._state[0]) + 1
         known = self._programs.get(id(program))
         if known is None:
             known = self._programs[id(program)] = program, program.ctypes.data
         program[:, 10] = chunks
         program[:, 11] = grains
+        # A worker may see this before the pass that it is for, and joins or leaves the one before, which is over.
+        self._state[5] = members
         self._publish(self._addresses[0], known[1], len(program), epoch)
-        for i in range(1, self.n_threads):
+        for i in range(1, members):
             if self._asleep[i]:
                 self._asleep[i] = False
                 self._wake[i].release()

@@ -96,7 +96,11 @@ class Load(Struct, tag="load", kw_only=True):
     template: str | None = None
     """Jinja source that replaces the file's own, from a Modelfile."""
     num_thread: int = 0
-    """0: physical cores this process may use."""
+    """Threads for one token at a time; 0: physical cores this process may use, or fewer where timing says so."""
+    num_thread_batch: int = 0
+    """Threads for passes of several tokens; 0: as many as num_thread."""
+    tune: bool = True
+    """Whether tile shapes that were timed for this processor are used, and timed in an idle moment where they are not known."""
     isa: str = ""
     """Instruction set to compile kernels for (LOCALRUN_ISA); empty: the best this machine executes."""
     num_batch: int = 512
@@ -280,6 +284,7 @@ class Loaded(Struct, tag="loaded", kw_only=True):
     """Whether the weights were repacked, or are read as they lie in the file."""
     isa: str
     num_thread: int
+    num_thread_batch: int = 0
     has_template: bool
     capabilities: list[str]
     """In Ollama's words: "completion", "tools", "thinking", "insert", "vision", "embedding"; and "rerank"."""

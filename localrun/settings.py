@@ -224,8 +224,18 @@ class Settings:
         _whole(0), "4096"))
     num_thread: int = field(default=0, metadata=_about(
         "LOCALRUN_NUM_THREAD", "number",
-        "Threads a model computes with; 0 means the physical cores this process may use.",
+        "Threads a model writes with, one token at a time; 0 means the physical cores this process may use, or fewer where timing says "
+        "that memory is busy before all of them are.",
         _whole(0, 4096), "0"))
+    num_thread_batch: int = field(default=0, metadata=_about(
+        "LOCALRUN_NUM_THREAD_BATCH", "number",
+        "Threads a model reads prompts and serves several answers at once with; 0 means as many as for one token.",
+        _whole(0, 4096), "0"))
+    tune: bool = field(default=True, metadata=_about(
+        "LOCALRUN_TUNE", "true | false",
+        "Whether ways to multiply matrices are timed on this processor, once, in an idle moment after a model was loaded. No answer "
+        "depends on them.",
+        _flag, "true"))
     gpu_layers: int = field(default=-1, metadata=_about(
         "LOCALRUN_GPU_LAYERS", "number",
         "Layers of a model to put on NVIDIA cards, the first ones (option num_gpu); -1 means as many as fit, 0 none.",

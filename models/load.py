@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import head, isa, sizes, team
 from localrun.kernels_cpu.attention_sizes import PART
 from localrun.kernels_cpu.library import CompileError, KernelLibrary
+from localrun.kernels_cpu.shapes import DEFAULT, Shape, ShapesFile
 from localrun.kernels_cpu.spec import KernelSpec
 from localrun.models.batch import BatchRows
 from localrun.models.errors import ModelFileError
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from localrun.models.adapters import Adapters
     from localrun.models.cards import Cards
     from localrun.models.lora import Adapter
+    from localrun.models.tuning import Tuning
 
 assert BLOCK_TOKENS == sizes.BLOCK
 T = TypeVar("T")
@@ -79,7 +81,10 @@ class RecordedModel:
         weights: Weights,
         tables: list[AngleTable],
         cards: Cards | None = None,
+        shapes: ShapesFile | None = None,
+        free: bool = False,
     ) -> None:
+        """shapes: where tile shapes are remembered, None: nowhere; free: whether fewer threads may take a pass of one row."""
         self.info = info
         self._program = program
         self._library = library
@@ -90,6 +95,12 @@ class RecordedModel:
         self._weights: Weights | None = weights
         self.profile: Profile | None = None
         """Where passes leave their times, with LoadOptions.timed."""
+        self._shapes, self._free = shapes, free
+        self._tuning: Tuning | None = None
+        self._tuned: dict[str, Shape] = {}
+        self._few, self._many = info.n_threads, info.n_threads_batch
+        """Threads of a pass of one row, and of others."""
+        self._use(shapes.read(program.weight_types) if shapes is not None else {})
         self._tables = tables
         self._cards = cards
         self._kv = np.zeros(0, np.uint8)
@@ -200,7 +211,8 @@ class RecordedModel:
         self._set(head.TOKENS, tokens)
         self._set(head.OUTPUTS, outputs)
         self._set(head.N_TILES, rows.tiles)
-        parts = self._parts(tokens, rows.tiles, longest)
+        members = self._few if tokens == 1 else self._many
+        parts = self._parts(tokens, rows.tiles, longest, members)
         chunks = self._program.chunks(tokens, outputs, rows.tiles, parts, len(spans))
         if self._adapters is not None:
             self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
@@ -214,15 +226,15 @@ class RecordedModel:
             if not outputs and self._program.logits >= 0:
                 chunks[self._program.logits] = 0
         chunks[list(skip)] = 0
-        grains = self._program.grains(chunks, self.info.n_threads, tokens)
+        grains = self._program.grains(chunks, members, tokens)
         if self._cards is None:
-            self._team.run(self._program.table, chunks, grains)
+            self._team.run(self._program.table, chunks, grains, members)
             if self.profile:
                 self.profile.add()
             return outputs
         cut = self._program.cut
         before, behind = self._program.around_cards
-        self._team.run(before, chunks[:cut], grains[:cut])
+        self._team.run(before, chunks[:cut], grains[:cut], members)
         lengths = [len(span.tokens) for span in spans]
         tables = [np.ascontiguousarray(span.block_table, np.int32) for span in spans]
         from localrun.models.cards import Batch
@@ -230,7 +242,7 @@ class RecordedModel:
         batch = Batch(tokens, outputs, rows.positions[:tokens], rows.output_rows[:outputs], tables, lengths, longest, not pooling)
         self._cards.run(batch, self._logits)
         if cut < len(chunks):
-            self._team.run(behind, chunks[cut:], grains[cut:])
+            self._team.run(behind, chunks[cut:], grains[cut:], members)
         return outputs
 
     def _place_images(self, rows: ImageRows, row: int, span: Span) -> None:
@@ -265,11 +277,11 @@ class RecordedModel:
             self._spans[i, 2] = len(ends)
             row += n
 
-    def _parts(self, tokens: int, tiles: int, longest: int) -> int:
+    def _parts(self, tokens: int, tiles: int, longest: int, members: int) -> int:
         """Into how many parts attention over a row is shared out: only where there are too few rows and heads to keep all threads busy."""
         parts = -(-longest // PART)
         alone = tokens == tiles and self._program.ends is None
-        if not alone or parts == 1 or tiles * self._program.fewest_kv >= self.info.n_threads * ATTENTION_CHUNKS:
+        if not alone or parts == 1 or tiles * self._program.fewest_kv >= members * ATTENTION_CHUNKS:
             parts = 1
         elif (size := tiles * parts * self._program.partial_bytes + 64) > len(self._partial):
             self._partial = np.zeros(size, np.uint8)
@@ -323,6 +335,8 @@ class RecordedModel:
             program.table[:, 0] = [addresses[spec] for spec in program.kernels]
             program.args[program.logits, LOGITS_ADDRESS] = self._program.args[self._program.logits, LOGITS_ADDRESS]
             adapters.use(program)
+            program.use(self._tuned)
+            self._tuning = None
             self._program, self._adapters = program, adapters
         return self._adapters.add(adapter)
 
@@ -330,6 +344,33 @@ class RecordedModel:
         """See Model."""
         if self._adapters is not None:
             self._adapters.remove(number)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The tile shapes in use, by weight type."""
+        return {name: self._tuned.get(name, DEFAULT) for name in self._program.weight_types}
+
+    def _use(self, shapes: dict[str, Shape]) -> None:
+        self._tuned |= shapes
+        self._program.use(self._tuned)
+        if self._free:
+            self._few = self._tuned.get(self._program.most_read(), DEFAULT).members(self.info.n_threads)
+
+    def tune(self, seconds: float, *, again: bool = False) -> bool:
+        """See Model. again: also what is known already."""
+        if self._weights is None or self._shapes is None:
+            return False
+        if self._tuning is None:
+            from localrun.models.tuning import tuning_of
+
+            known = () if again else self._tuned
+            self._tuning = tuning_of(self._program, self._team, self._header, self.info.max_batch, known)
+        before = dict(self._tuning.found)
+        more = self._tuning.step(seconds)
+        if self._tuning.found != before:
+            self._use(self._tuning.found)
+            self._shapes.write(self._tuning.found)
+        return more
 
     def copy_block(self, source: int, target: int) -> None:
         """See Model."""
@@ -408,7 +449,9 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     family = family_of(gguf)
     params = family.read(keys, gguf)
     chosen = isa.select(options.isa)
-    n_threads = options.n_threads or default_threads()
+    few = options.n_threads or default_threads()
+    many = options.n_threads_batch or few
+    n_threads = max(few, many)
     cache = kernel_cache(options)
     library = KernelLibrary(chosen, cache, n_workers=_allowed_cpus())
     n_layers = keys.int("block_count", minimum=1)
@@ -454,7 +497,8 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         weight_bytes=weights.packed_bytes if weights.pack else sum(info.nbytes for info in gguf.tensors.values()),
         packed=weights.pack,
         isa=chosen.name,
-        n_threads=n_threads,
+        n_threads=few,
+        n_threads_batch=many,
         state_bytes=recorder.state_bytes,
         n_embd=program.hidden.row.width if program.hidden else 0,
         pooling=pooling,
@@ -468,7 +512,9 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
         kv_blocks=placed.kv_blocks,
         decoder_start=keys.int("decoder_start_token_id") if twofold else -1,
     )
-    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards)
+    shapes = ShapesFile(cache, chosen, n_threads, packed=weights.pack) if options.tune else None
+    free = not options.n_threads and few == n_threads
+    model = RecordedModel(info, program, library, crew, header, recorder, weights, placed.tables, cards, shapes, free)
     if options.timed:
         model.profile = Profile(program)
     return model

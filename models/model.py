@@ -58,7 +58,9 @@ class Span:
 @dataclass(frozen=True)
 class LoadOptions:
     n_threads: int = 0
-    """0: physical cores this process may use."""
+    """Of passes of one row. 0: physical cores this process may use, or fewer where timing says so (kernels_cpu/shapes.py)."""
+    n_threads_batch: int = 0
+    """Of passes of more rows. 0: as many as n_threads."""
     n_ctx: int = 0
     """Longest context that will be used, where a model's mathematics depends on it (LongRoPE); 0: what the file says."""
     max_batch: int = 512
@@ -76,6 +78,8 @@ class LoadOptions:
     """The cards; None: those of this machine."""
     images: bool = False
     """Whether spans will have images. Raises ModelFileError for a model that cannot have any."""
+    tune: bool = True
+    """Whether tile shapes that were timed for this processor are used, and may be timed (`Model.tune`)."""
     timed: bool = False
     """Whether passes on the processor are timed instruction by instruction (models/profile.py)."""
 
@@ -91,6 +95,7 @@ class ModelInfo:
     packed: bool
     isa: str
     n_threads: int
+    """Of a pass of one row."""
     n_embd: int = 0
     """Width of the vectors `embed` gives."""
     pooling: str = ""
@@ -120,6 +125,8 @@ class ModelInfo:
     """Most blocks that `allocate_kv` can reserve; 0: as many as the host's memory holds."""
     state_bytes: int = 0
     """Bytes of a slot, which holds what recurrent layers remember of one sequence; 0: there are none."""
+    n_threads_batch: int = 0
+    """Of a pass of more rows than one."""
 
 
 class Model(Protocol):
@@ -178,6 +185,11 @@ class Model(Protocol):
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies one slot over another."""
+
+    def tune(self, seconds: float) -> bool:
+        """Times tile shapes on this processor for about so many seconds, if there are any that nobody has timed, and uses and remembers
+        what is better. No result depends on them. False: there is nothing more to time, now. Not during `forward`.
+        """
 
     def close(self) -> None:
         """Gives threads, mappings and memory back. Idempotent."""

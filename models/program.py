@@ -213,6 +213,11 @@ class Program:
     def __post_init__(self) -> None:
         self.shares = np.array([DEFAULT.share if kernel.factory == "matmul" else 0 for kernel in self.kernels], np.int64)
 
+    @property
+    def weight_types(self) -> list[str]:
+        """That its matmuls read."""
+        return list(dict.fromkeys(str(kernel.params[0]) for kernel in self.kernels if kernel.factory == "matmul"))
+
     def names_at(self, name: str) -> NDArray[np.int64]:
         """Numbers of the instructions of that name."""
         return np.array([i for i, known in enumerate(self.names) if known == name], np.int64)
@@ -234,6 +239,15 @@ class Program:
         """
         grains = np.where(self._by_row, np.maximum(1, chunks // (16 * n_threads)), 1)
         return np.where(self.shares > 0, self.shares * -n_threads, grains) if tokens <= STEADY else grains
+
+    def most_read(self) -> str:
+        """The weight type that a pass reads most of; empty: there are no matmuls."""
+        read: dict[str, int] = {}
+        for i, kernel in enumerate(self.kernels):
+            if kernel.factory == "matmul":
+                name = str(kernel.params[0])
+                read[name] = read.get(name, 0) - int(-self.args[i, 3] // 16 * self.args[i, 1])
+        return max(read, key=lambda name: read[name], default="")
 
     def use(self, shapes: Mapping[str, Shape]) -> None:
         """Multiplies matrices of these types in these shapes from the next pass on."""

@@ -275,6 +275,9 @@ class FakeModel:
         self.store.entries[block] = np.frombuffer(content[:size], np.uint64)
         self.store.tokens[block] = np.frombuffer(content[size : 2 * size], np.int64)
 
+    def tune(self, seconds: float) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 

@@ -117,6 +117,7 @@ def ps_detail(loaded: Loaded, inspected: Inspected | None) -> dict[str, Any]:
         "kv_tokens": loaded.kv_tokens,
         **({"state_bytes": loaded.state_bytes, "state_bytes_in_use": state_in_use(loaded, inspected)} if loaded.state_bytes else {}),
         "num_thread": loaded.num_thread,
+        "num_thread_batch": loaded.num_thread_batch,
         "isa": loaded.isa,
         "size_vram": loaded.gpu_bytes,
         "layers": loaded.n_layers,

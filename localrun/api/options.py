@@ -42,6 +42,10 @@ OPTIONS: dict[str, Option] = {
     "num_thread": Option(
         "integer", "honoured", "Threads of the model; another number than it runs with loads it anew. 0: physical cores.", low=0, high=1024
     ),
+    "num_thread_batch": Option(
+        "integer", "honoured", "Threads for prompts and for several answers at once, where they shall not be as many as num_thread; "
+        "another number than the model runs with loads it anew. 0: as many.", low=0, high=1024,
+    ),
     "num_gpu": Option(
         "integer", "honoured", "Layers to put on NVIDIA cards, the first ones; -1: as many as fit. Changes no answer; loads the model anew "
         "if it runs with another number and there is a card.", low=-1, high=100_000,

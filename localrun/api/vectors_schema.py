@@ -22,7 +22,7 @@ class EmbedBody(Body):
     truncate: bool = honoured(True, "false: a text longer than the context is an error; else it loses its end, and `truncated` says so.")
     dimensions: int = honoured(0, "Only the first so many values of each vector; 0: all.", ge=0)
     keep_alive: KeepAlive | None = honoured(None, _KEEP_ALIVE)
-    options: dict[str, Any] = honoured({}, "num_ctx and num_thread; the others are checked, and no vector depends on them.")
+    options: dict[str, Any] = honoured({}, "num_ctx, num_thread, num_thread_batch; the others are checked, and no vector depends on them.")
     priority: int = honoured(0, "localrun's own: lower goes first; each level counts as much as 30 seconds of waiting.")
 
 
@@ -32,7 +32,7 @@ class EmbeddingsBody(Body):
     model: str = honoured(..., "Name of the model.")
     prompt: str = honoured("", "The text. Without it: loads the model.")
     keep_alive: KeepAlive | None = honoured(None, _KEEP_ALIVE)
-    options: dict[str, Any] = honoured({}, "num_ctx and num_thread; the others are checked, and no vector depends on them.")
+    options: dict[str, Any] = honoured({}, "num_ctx, num_thread, num_thread_batch; the others are checked, and no vector depends on them.")
 
 
 class EmbeddingBody(Body):

@@ -55,6 +55,8 @@ class Wanted:
     """Of the weight file."""
     num_thread: int = 0
     """0: whatever it runs with."""
+    num_thread_batch: int = 0
+    """0: whatever it runs with."""
     memory: Facts | None = None
     """What its header tells of the memory it takes; None: not known, the size of the file is taken for it."""
     draft: Draft | None = None
@@ -93,6 +95,7 @@ class Resident:
     wanted: Wanted
     runner: Runner
     num_thread: int
+    num_thread_batch: int
     ready: asyncio.Future[Loaded]
     kv_cache_type: str = "f16"
     projector: Path | None = None
@@ -134,6 +137,8 @@ def _difference(resident: Resident, wanted: Wanted) -> str:
     """What a request asks of the runner that it was not loaded with, in words; empty: nothing."""
     if wanted.num_thread not in (0, resident.num_thread):
         return f"{wanted.num_thread} threads"
+    if wanted.num_thread_batch not in (0, resident.num_thread_batch):
+        return f"{wanted.num_thread_batch} threads for prompts"
     if wanted.gpu_layers not in (None, resident.gpu_layers) and (resident.loaded is None or resident.loaded.cards):
         return f"{wanted.gpu_layers} layers on cards"
     if wanted.draft is not None and (resident.draft is None or wanted.draft.path != resident.draft.path):
@@ -362,7 +367,8 @@ class Loader:
 
     def _begin(self, wanted: Wanted) -> Resident:
         num_thread = wanted.num_thread or self._settings.num_thread
-        resident = Resident(wanted, self._make_runner(self._hook), num_thread, asyncio.get_running_loop().create_future())
+        batch = wanted.num_thread_batch or self._settings.num_thread_batch
+        resident = Resident(wanted, self._make_runner(self._hook), num_thread, batch, asyncio.get_running_loop().create_future())
         resident.kv_cache_type = wanted.kv_cache_type or self._settings.kv_cache_type
         resident.draft = wanted.draft
         resident.gpu_layers = self._settings.gpu_layers if wanted.gpu_layers is None else wanted.gpu_layers
@@ -381,6 +387,8 @@ class Loader:
             cache_dir=str(self._settings.cache),
             digest=wanted.digest,
             num_thread=resident.num_thread,
+            num_thread_batch=resident.num_thread_batch,
+            tune=self._settings.tune,
             isa=self._settings.isa,
             kv_cache_type=resident.kv_cache_type,
             gpu_layers=resident.gpu_layers,
@@ -418,7 +426,7 @@ class Loader:
             note = f"; {loaded.gpu_note}" if loaded.gpu_note else ""
             log.info("%s: %s%s", wanted.name, where if loaded.gpu_layers else "all layers on the CPU", note)
             self.on_loaded(wanted.name, took)
-            resident.num_thread = loaded.num_thread
+            resident.num_thread, resident.num_thread_batch = loaded.num_thread, loaded.num_thread_batch
             resident.ready.set_result(loaded)
             self._task(self._mourn(resident))
             for tenant in resident.tenants.values():

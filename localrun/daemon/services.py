@@ -148,6 +148,7 @@ def wanted(
         path=stored.model_path,
         digest=stored.model_digest,
         num_thread=num_thread if num_thread is not None else own.get("num_thread", 0),
+        num_thread_batch=given.get("num_thread_batch", 0),
         memory=facts.memory,
         draft=draft,
         projector=facts.projector,

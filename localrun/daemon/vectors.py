@@ -59,12 +59,13 @@ async def rerank(x: Exchange, body: RerankBody) -> None:
 
 async def _embedded_for_ollama(x: Exchange, body: B, asked: Callable[[B, ModelDefaults, str], Embed | None]) -> Embedded | None:
     """What the runner says to what a body asks; None when it asks for nothing, which loads the model all the same."""
-    num_thread = checked_options(body.options).get("num_thread")
+    options = checked_options(body.options)
+    threads = {name: options[name] for name in ("num_thread_batch",) if name in options}
     stored = await _stored_for_ollama(x, body.model)
     model = await x.services.defaults(stored, body.model)
     dialect.require_embedding(model)
     request = asked(body, model, x.id)
-    resident = await hold(x, stored, num_thread, keep_alive_seconds(body.keep_alive))
+    resident = await hold(x, stored, options.get("num_thread"), keep_alive_seconds(body.keep_alive), options=threads)
     return await _embedded(x, resident, request) if request is not None else None
 
 

@@ -12,6 +12,7 @@ against the multiply-adds that the instruction set can do.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -33,8 +34,10 @@ from localrun.models.model import BLOCK_TOKENS, LoadOptions, Model, Span
 
 if TYPE_CHECKING:
     from localrun.engine.machine import Machine
+    from localrun.models.load import RecordedModel
 
 NO_ROWS = np.zeros(0, np.int32)
+TUNING_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -221,21 +224,26 @@ def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
     tests = trials_of(options)
     if not tests:
         raise ValueError("nothing to do: every -p and -n is 0")
-    for n_threads, n_batch in itertools.product(options.threads or [default_threads()], options.batch_size):
-        machine = _machine(n_threads, options)
+    for n_threads, n_many, n_batch in itertools.product(options.threads or [0], options.threads_batch or [0], options.batch_size):
+        machine = _machine(n_threads or default_threads(), options)
         loading = Loading()
         began = time.perf_counter()
         asked = LoadOptions(
             n_threads=n_threads,
+            n_threads_batch=n_many,
             max_batch=n_batch,
             kv_type=options.cache_type,
             pack=_pack(options.pack),
             cache_dir=options.cache_dir,
             isa=options.isa,
+            tune=options.tune != "no",
         )
         model = load_model(path, asked, loading.heard)
         loading.total_s = time.perf_counter() - began
         try:
+            if options.tune == "again":
+                while model.tune(TUNING_S, again=True):
+                    pass
             facts = FileFacts.of(model.file)
             longest = max(test.n_depth + max(test.n_prompt, test.n_gen) for test in tests)
             driver = Driver(model, longest, max(test.parallel for test in tests))
@@ -247,9 +255,14 @@ def measured(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
                 result = Result(test)
                 for _ in range(options.repetitions):
                     result.samples.append(test.tokens / driver.run(test))
-                yield row(facts, model, options.cache_type, result, loading, machine)
+                yield row(facts, model, options.cache_type, result, loading, machine) | {"shapes": shapes_of(model)}
         finally:
             model.close()
+
+
+def shapes_of(model: RecordedModel) -> dict[str, dict[str, int]]:
+    """The tile shapes that its matrices are multiplied in, by weight type; see kernels_cpu/shapes.py."""
+    return {name: dataclasses.asdict(shape) for name, shape in model.shapes.items()}
 
 
 def _machine(n_threads: int, options: argparse.Namespace) -> Machine | None:
@@ -277,6 +290,7 @@ def row(facts: FileFacts, model: Model, kv_type: str, result: Result, loading: L
         "n_batch": info.max_batch,
         "n_ubatch": info.max_batch,
         "n_threads": info.n_threads,
+        "n_threads_batch": info.n_threads_batch,
         "type_k": kv_type,
         "type_v": kv_type,
         "n_prompt": test.n_prompt,
@@ -320,7 +334,8 @@ def profiled(path: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     from localrun.engine.profile import profile
 
     asked = LoadOptions(
-        n_threads=(options.threads or [0])[0], kv_type=options.cache_type, pack=_pack(options.pack), cache_dir=options.cache_dir,
+        n_threads=(options.threads or [0])[0], n_threads_batch=(options.threads_batch or [0])[0], kv_type=options.cache_type,
+        pack=_pack(options.pack), cache_dir=options.cache_dir, tune=options.tune != "no",
         isa=options.isa, gpu_layers=0, timed=True,
     )  # fmt: skip
     model = load_model(path, asked)
@@ -381,10 +396,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-b", "--batch-size", type=positive, default=[512], help="most tokens of one pass (512)")
     p.add_argument("-np", "--parallel", type=positive, default=[1], help="sequences that are written together (1)")
     p.add_argument("-t", "--threads", type=positive, default=[], help="threads (physical cores)")
+    p.add_argument("-tb", "--threads-batch", type=positive, default=[], help="threads for prompts and several sequences (as --threads)")
     p.add_argument("-r", "--repetitions", type=int, default=5, help="repetitions of each test (5)")
     p.add_argument("-ctk", "--cache-type", default="f16", help="type of keys and values (f16)")
     p.add_argument("--isa", default="", help="instruction set (the best)")
     p.add_argument("--pack", choices=("auto", "yes", "no"), default="auto", help="repack weights (auto)")
+    p.add_argument("--tune", choices=("known", "again", "no"), default="known", help="tile shapes: remembered, timed anew, the usual")
     p.add_argument("--profile", action="store_true", help="where a decoding step's time goes (-n steps, -np answers at once)")
     p.add_argument("--no-warmup", action="store_true", help="count the first run of each test, too")
     p.add_argument("--no-machine", action="store_true", help="do not measure the machine's limits")
@@ -427,6 +444,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         busy = "" if first["load_average"] is None else f"; load average {first['load_average']:.1f}"
         compiled = f", kernels compiled in {first['compile_s']:.1f} s" if first["compile_s"] else ""
         _say(f"\nloaded in {first['load_s']:.2f} s{compiled}{busy}")
+        if options.tune == "again":
+            for name, shape in first["shapes"].items():
+                _say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in shape.items()))
     return 0
 
 

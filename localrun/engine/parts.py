@@ -73,6 +73,8 @@ def load_parts(load: Load, progress: Progress) -> Parts:
         n_embd = int(gguf.metadata.get(f"{gguf.architecture}.embedding_length", 0))
     options = LoadOptions(
         n_threads=load.num_thread,
+        n_threads_batch=load.num_thread_batch,
+        tune=load.tune,
         n_ctx=load.num_ctx,
         max_batch=load.num_batch,
         kv_type=load.kv_cache_type,

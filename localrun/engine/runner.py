@@ -58,7 +58,10 @@ from localrun.models.model import BLOCK_TOKENS
 log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
-"""After so long without work, once, what the first request with a grammar would wait for is made."""
+"""After so long without work, once, what the first request with a grammar would wait for is made, and after so long again tile shapes are
+timed."""
+TUNING_S = 0.02
+"""How long a request may have to wait for that."""
 PREPARING_S = 5.0
 """How long the end of a runner waits for that."""
 SWITCH_S = 0.001
@@ -150,6 +153,7 @@ def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
                 packed=info.packed,
                 isa=info.isa,
                 num_thread=info.n_threads,
+                num_thread_batch=info.n_threads_batch or info.n_threads,
                 has_template=not parts.template.fallback,
                 capabilities=parts.capabilities,
                 load_s=time.monotonic() - began,
@@ -278,6 +282,8 @@ class Runner:
         self._texts = TextIntake(parts, n_blocks * BLOCK_TOKENS)
         self._preparing: threading.Thread | None = None
         """Uses the first quiet moment."""
+        self._tuning = True
+        """Whether there may be something left to time."""
         self._desk = ImageDesk(parts.encoder, lambda job: self._inbox.put(job), max_queue) if parts.encoder is not None else None
         self._inbox: queue.SimpleQueue[Job | Withdrawn | Batch | BeamSearch | Cancel | Inspect | Shutdown] = queue.SimpleQueue()
 
@@ -297,13 +303,11 @@ class Runner:
         while True:
             idle = not self.engine.has_work
             try:
-                message = self._inbox.get(block=idle, timeout=None if self._preparing else IDLE_S)
+                message = self._inbox.get(block=idle, timeout=IDLE_S if self._tuning else None)
             except queue.Empty:
                 if not idle:
                     return True
-                # Beside the engine: who asks for something meanwhile does not wait for it.
-                self._preparing = threading.Thread(target=self._intake.prepare, name="preparing", daemon=True)
-                self._preparing.start()
+                self._use_idleness()
                 continue
             if isinstance(message, Shutdown):
                 return False
@@ -315,6 +319,18 @@ class Runner:
                 self.engine.withdraw(message.job, message.error)
             else:
                 self._submit(message)
+
+    def _use_idleness(self) -> None:
+        """Nobody has asked for anything for a while."""
+        if self._preparing is None:
+            # Beside the engine: who asks for something meanwhile does not wait for it.
+            self._preparing = threading.Thread(target=self._intake.prepare, name="preparing", daemon=True)
+            self._preparing.start()
+            return
+        if self._preparing.is_alive():
+            return
+        while self._tuning and self._inbox.empty():
+            self._tuning = self.engine.model.tune(TUNING_S)
 
     def _submit(self, work: Job | Batch | BeamSearch) -> None:
         request_id = work.request_id if isinstance(work, Batch | BeamSearch) else work.seq.request_id

@@ -15,6 +15,7 @@ Kind = Literal["int", "float", "bool", "string", "strings"]
 
 KINDS: dict[str, Kind] = {
     "num_ctx": "int", "num_batch": "int", "num_gpu": "int", "gpu_layers": "int", "main_gpu": "int", "use_mmap": "bool", "num_thread": "int",
+    "num_thread_batch": "int",
     "num_keep": "int", "num_predict": "int", "draft_num_predict": "int", "draft": "string",
     "draft_rule": "string", "session": "bool", "num_beams": "int",
     "length_penalty": "float", "kv_cache_type": "string", "seed": "int", "stop": "strings",

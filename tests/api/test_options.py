@@ -98,6 +98,7 @@ def test_sampling_takes_what_is_its_own() -> None:
         "num_ctx",
         "num_predict",
         "num_thread",
+        "num_thread_batch",
         "num_gpu",
         "gpu_layers",
         "stop",

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,34 @@ def test_another_number_of_threads_loads_the_model_again(tmp_path: Path) -> None
         assert running.loaded()[0]["pid"] == pid
         chat(running, options={"num_thread": threads + 2})
         assert running.loaded()[0]["pid"] != pid
+
+
+def load_with_threads(load: Load, progress: Progress, told: str) -> Parts:
+    """Notes what it is told of threads and tuning."""
+    with Path(told).open("a", encoding="utf-8") as file:
+        file.write(f"{load.num_thread} {load.num_thread_batch} {load.tune}\n")
+    parts = fakes.load_scripted(load, progress)
+    few = load.num_thread or 2
+    parts.model.info = replace(parts.model.info, n_threads=few, n_threads_batch=load.num_thread_batch or few)
+    return parts
+
+
+def test_another_number_of_threads_for_prompts_loads_the_model_again(tmp_path: Path) -> None:
+    """From the setting, the Modelfile or the request; a request that says nothing takes what is there."""
+    told = tmp_path / "told"
+    load = functools.partial(load_with_threads, told=str(told))
+    with serving.daemon(tmp_path, load, num_thread_batch=3, tune=False) as running:
+        running.add_model("own", params={"num_thread_batch": 6})
+        chat(running)
+        first = running.loaded()[0]
+        assert (first["num_thread"], first["num_thread_batch"]) == (2, 3)
+        chat(running, options={"num_thread_batch": 3})
+        chat(running, options={"num_thread_batch": 0})
+        assert running.loaded()[0]["pid"] == first["pid"]
+        chat(running, options={"num_thread": 5, "num_thread_batch": 4})
+        assert (running.loaded()[0]["num_thread"], running.loaded()[0]["num_thread_batch"]) == (5, 4)
+        chat(running, model="own")
+    assert told.read_text().splitlines() == ["0 3 False", "5 4 False", "0 6 False"]
 
 
 def load_with_draft(load: Load, progress: Progress, told: str) -> Parts:

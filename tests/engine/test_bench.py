@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,9 @@ from localrun.engine.bench import Driver, FileFacts, Loading, Result, Trial, mai
 from localrun.engine.machine import Machine, Yardstick
 from localrun.kernels_cpu import isa
 from localrun.kernels_cpu.formats import FORMATS
+from localrun.kernels_cpu.shapes import DEFAULT, Shape
 from localrun.models.gguf import open_gguf
+from localrun.models.load import RecordedModel
 from localrun.models.model import BLOCK_TOKENS
 from tests.fakes import FakeModel
 
@@ -106,7 +109,28 @@ def test_a_real_file_end_to_end(shared: Path, capsys: pytest.CaptureFixture[str]
     assert [found["test"] for found in rows] == ["pp24", "tg4", "tg4 x2"]
     assert all(len(found["samples_ts"]) == 2 and min(found["samples_ts"]) > 0 for found in rows)
     assert {found["model_type"] for found in rows} == {"llama 0M Q4_0"}
-    assert rows[0]["n_threads"] == 1
+    assert (rows[0]["n_threads"], rows[0]["n_threads_batch"]) == (1, 1)
+    assert rows[0]["shapes"]["Q4_0"] == dataclasses.asdict(DEFAULT), "there is too little of it to be timed"
+
+
+def test_shapes_are_timed_on_demand_only(shared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Shape(matrix_from=25)
+    tuned: list[bool] = []
+
+    def tune(self: RecordedModel, seconds: float, *, again: bool = False) -> bool:
+        tuned.append(again)
+        self._use({"Q4_0": found})
+        return len(tuned) < 2
+
+    monkeypatch.setattr(RecordedModel, "tune", tune)
+    words = ["-p", "0", "-n", "1", "-r", "1", "-t", "1", "-tb", "2", "--no-machine", "--cache-dir", os.environ["LOCALRUN_CACHE"]]
+    file = str(shared / "arch" / "llama" / "q4_0.gguf")
+    assert main([*words, "-o", "json", file]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["n_threads"], row["n_threads_batch"], tuned) == (1, 2, [])
+    assert main([*words, "--tune", "again", file]) == 0
+    assert tuned == [True, True]
+    assert "Q4_0: wide_from 6, matrix_from 25, share 1, quarters 4" in capsys.readouterr().out
 
 
 def test_the_time_of_a_step_is_split_up_whole(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -584,3 +584,36 @@ def test_the_first_quiet_moment_is_used_once(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(talk.until(name)[-1], Finished)
     talk.close()
     assert times == [1]
+
+
+def test_tile_shapes_are_timed_in_idle_moments_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first quiet moment, slice by slice until there is nothing left; a request that comes meanwhile waits for one slice."""
+    slices: list[float] = []
+    waiting, going_on, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def tune(self: fakes.FakeModel, seconds: float) -> bool:
+        slices.append(seconds)
+        if len(slices) == 3:
+            waiting.set()
+            assert going_on.wait(PATIENCE_S)
+        if len(slices) == 5:
+            finished.set()
+        return len(slices) < 5
+
+    monkeypatch.setattr(runner, "IDLE_S", 0.01)
+    monkeypatch.setattr(Intake, "prepare", lambda self: None)
+    monkeypatch.setattr(fakes.FakeModel, "tune", tune)
+    talk = in_thread(fakes.load_scripted)
+    talk.load()
+    assert waiting.wait(PATIENCE_S)
+    talk.send(Generate(request_id="a", prompt="<|user|>hi<|assistant|>", raw=True, sampling=Sampling(temperature=0)))
+    talk.send(Tokenize(request_id="t", text="x"))
+    assert isinstance(talk.receive(), Tokenized)  # the reader has taken the request before
+    going_on.set()
+    assert isinstance(talk.until("a")[-1], Finished)
+    assert slices[:3] == [runner.TUNING_S] * 3
+    assert finished.wait(PATIENCE_S), "it goes on in the next quiet moment"
+    talk.send(Generate(request_id="b", prompt="<|user|>hi<|assistant|>", raw=True, sampling=Sampling(temperature=0)))
+    assert isinstance(talk.until("b")[-1], Finished)
+    talk.close()
+    assert len(slices) == 5

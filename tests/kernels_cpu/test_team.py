@@ -17,6 +17,8 @@ from localrun.kernels_cpu.team import WORDS, Team
 
 COPY = KernelSpec("elementwise", "norm")
 """Kind 'none' with reader 'f': copies row t of x to row t of the reader."""
+READ = KernelSpec("measure", "read")
+"""Leaves a sum with the thread that ran the chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,30 @@ def test_every_chunk_is_taken_once_however_many_at_a_time(library: KernelLibrary
             assert np.array_equal(y[:n], x[:n])
             assert not y[n:].any()
             assert program[0, 9] == n
+    finally:
+        team.close()
+
+
+def test_passes_with_fewer_members(library: KernelLibrary) -> None:
+    """Whoever is no member does nothing, and takes part again in a later pass: as seen by the threads that wrote."""
+    rows = 64
+    header = np.zeros(20, np.int64)
+    memory = np.ones(rows * 4096, np.uint8)
+    program = np.zeros((1, WORDS), np.int64)
+    team = Team(library, 4, header)
+    try:
+        seen = set()
+        for turn in range(400):
+            members = (1, 2, 4, 3, 0)[turn % 5]
+            sums = np.zeros((4, 8), np.int64)
+            args = np.array([memory.ctypes.data, 4096, sums.ctypes.data], np.int64)
+            program[0, :2] = [library.address(READ), args.ctypes.data]
+            team.run(program, np.array([rows]), members=members)
+            assert program[0, 9] == rows
+            wrote = {int(i) for i in np.flatnonzero(sums.any(axis=1))}
+            assert wrote <= set(range(members or 4)), (turn, members)
+            seen |= wrote
+        assert seen == {0, 1, 2, 3}
     finally:
         team.close()
 
