@@ -88,7 +88,9 @@ def run(command: Sequence[object], env: dict[str, str] | None = None) -> Run:
 
 def ours(model: Path, *arguments: str) -> dict[str, Any]:
     """One row of `python -m localrun.engine.bench`, run from this checkout. Raises RunError."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    # An installed localrun has its bytecode; where none is written, a checkout would compile all its sources in every process.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     command = [sys.executable, "-m", "localrun.engine.bench", "-o", "jsonl", "--no-machine", *arguments, "--", model]
     done = run(command, env)
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.out.splitlines()]

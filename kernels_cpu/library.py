@@ -83,7 +83,7 @@ def _source(path: str) -> tuple[bytes, tuple[str, ...]]:
     return source, tuple(_imports(source.decode()))
 
 
-_IMPORT = re.compile(rf"\b{re.escape(__name__.rpartition('.')[0])}(?:\.([\w.]+))?(?:\s+import\s+(\([^)]*\)|[^\n]*))?")
+_IMPORT = re.compile(rf"{re.escape(__name__.rpartition('.')[0])}(?:\.([\w.]+))?(?:\s+import\s+(\([^)]*\)|[^\n]*))?")
 
 
 def _imports(source: str) -> Iterator[str]:
