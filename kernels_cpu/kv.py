@@ -20,6 +20,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from localrun.kernels_cpu.attention_sizes import STEP
 from localrun.kernels_cpu.simd import (
     bits_f32,
     f16_to_f32,
@@ -33,13 +34,11 @@ from localrun.kernels_cpu.simd import (
     load_i16x16,
     load_u8,
     splat_f32,
+    store,
     store_f16,
     store_scalar,
-    tile_fma,
-    tile_splat_f32,
     u8_to_i32,
     u16_to_i32,
-    zero_like,
 )
 from localrun.kernels_cpu.sizes import BLOCK, GROUP, PLAIN
 
@@ -93,12 +92,17 @@ def _put(address: int, value: int, shift: int) -> None:
 class Codec:
     """Compiled functions over one head's part of a block.
 
-    write_k, write_v (block part, slot, source float32 values, n); dot_k(block part, dim, q, bytes between queries, zero tile) -> tile of
-    scores of 16 keys; read_v(block part, slot, first of 16 dimensions, room) -> f32x16.
+    write_k, write_v (block part, slot, source float32 values, n);
+    expand_k (block part, dim, target): float32 [dim][16 positions], from one dimension to the next STEP positions;
+    expand_v (block part, positions, room, target): float32 [positions][room], room a multiple of 16. All values exactly as they are kept.
+    plain: of a type without scales, read(address) -> f32x16 of 16 values that lie side by side, and `size`, the bytes of one.
     """
 
     def __init__(self, kv_type: str) -> None:
-        self.write_k, self.write_v, self.dot_k, self.read_v = _plain_codec(kv_type) if kv_type in PLAIN else _scaled_codec(kv_type)
+        self.plain = kv_type in PLAIN
+        self.size = PLAIN.get(kv_type, 0)
+        self.read = _plain(kv_type)[0]
+        self.write_k, self.write_v, self.expand_k, self.expand_v = _plain_codec(kv_type) if kv_type in PLAIN else _scaled_codec(kv_type)
 
 
 def _plain_codec(kv_type: str) -> tuple[Any, Any, Any, Any]:
@@ -117,16 +121,16 @@ def _plain_codec(kv_type: str) -> tuple[Any, Any, Any, Any]:
             write(part + (slot * wide + i) * size, source + 4 * i)
 
     @numba.njit
-    def dot_k(part: int, dim: int, q: int, q_bytes: int, acc: Any) -> Any:
+    def expand_k(part: int, dim: int, target: int) -> None:
         for d in range(dim):
-            acc = tile_fma(acc, read(part + d * BLOCK * size), tile_splat_f32(acc, q + d * 4, q_bytes))
-        return acc
+            store(target + d * STEP * 4, read(part + d * BLOCK * size))
 
     @numba.njit
-    def read_v(part: int, slot: int, first: int, wide: int) -> Any:
-        return read(part + (slot * wide + first) * size)
+    def expand_v(part: int, positions: int, wide: int, target: int) -> None:
+        for i in range(0, positions * wide, 16):
+            store(target + i * 4, read(part + i * size))
 
-    return write_k, write_v, dot_k, read_v
+    return write_k, write_v, expand_k, expand_v
 
 
 def _scaled_codec(kv_type: str) -> tuple[Any, Any, Any, Any]:
@@ -174,28 +178,28 @@ def _scaled_codec(kv_type: str) -> tuple[Any, Any, Any, Any]:
                     store_scalar(part + slot * n + g * GROUP + i, numba.int8(q))
 
     @numba.njit
-    def dot_k(part: int, dim: int, q: int, q_bytes: int, acc: Any) -> Any:
-        scales = part + dim * BLOCK // half
+    def expand_k(part: int, dim: int, target: int) -> None:
         for g in range(dim // GROUP):
-            some = zero_like(acc)
-            for i in range(0, GROUP, half):
-                d = g * GROUP + i
+            scale = f16_to_f32(load_f16x16(part + dim * BLOCK // half + g * BLOCK * 2))
+            for d in range(g * GROUP, (g + 1) * GROUP, half):
                 if nibbles:
                     both = u8_to_i32(load_i8x16(part + (d >> 1) * BLOCK))
-                    some = tile_fma(some, i32_to_f32((both & 15) - 8), tile_splat_f32(acc, q + d * 4, q_bytes))
-                    some = tile_fma(some, i32_to_f32((both >> 4) - 8), tile_splat_f32(acc, q + d * 4 + 4, q_bytes))
+                    store(target + d * STEP * 4, i32_to_f32((both & 15) - 8) * scale)
+                    store(target + (d + 1) * STEP * 4, i32_to_f32((both >> 4) - 8) * scale)
                 else:
-                    some = tile_fma(some, i32_to_f32(i8_to_i32(load_i8x16(part + d * BLOCK))), tile_splat_f32(acc, q + d * 4, q_bytes))
-            acc = tile_fma(acc, some, f16_to_f32(load_f16x16(scales + g * BLOCK * 2)))
-        return acc
+                    store(target + d * STEP * 4, i32_to_f32(i8_to_i32(load_i8x16(part + d * BLOCK))) * scale)
 
     @numba.njit
-    def read_v(part: int, slot: int, first: int, wide: int) -> Any:
-        scale = load_f16(part + wide * BLOCK // half + (slot * (wide // GROUP) + first // GROUP) * 2)
-        if nibbles:
-            both = u8_to_i32(load_i8x16(part + slot * (wide // 2) + (first // GROUP) * 16))
-            chosen = (both >> 4) if first & 16 else (both & 15)
-            return i32_to_f32(chosen - 8) * splat_f32(scale)
-        return i32_to_f32(i8_to_i32(load_i8x16(part + slot * wide + first))) * splat_f32(scale)
+    def expand_v(part: int, positions: int, wide: int, target: int) -> None:
+        scales = part + wide * BLOCK // half
+        for i in range(0, positions * wide, GROUP):
+            scale = splat_f32(load_f16(scales + i // GROUP * 2))
+            if nibbles:
+                both = u8_to_i32(load_i8x16(part + (i >> 1)))
+                store(target + i * 4, i32_to_f32((both & 15) - 8) * scale)
+                store(target + i * 4 + 64, i32_to_f32((both >> 4) - 8) * scale)
+            else:
+                store(target + i * 4, i32_to_f32(i8_to_i32(load_i8x16(part + i))) * scale)
+                store(target + i * 4 + 64, i32_to_f32(i8_to_i32(load_i8x16(part + i + 16))) * scale)
 
-    return write_k, write_v, dot_k, read_v
+    return write_k, write_v, expand_k, expand_v

@@ -29,6 +29,8 @@ from localrun.models.recording import ARGS
 from localrun.models.rope import AngleTable
 from localrun.models.weights import Stack, Weight
 
+ATTENTION_ROWS = 8
+"""Rows of a sequence that a block of threads takes together in attention."""
 SPLIT_ROWS = 16
 """Rows of a step up to which attention over one row is shared out in parts."""
 UPLOAD_BYTES = 64 << 20
@@ -202,7 +204,7 @@ class Segment:
         """Lays the header out for this card and sends it. Returns the parts that attention over one row is shared out in."""
         split = batch.tokens <= SPLIT_ROWS
         parts = -(-batch.longest // attention_sizes.PART) if split else 1
-        tiles = _tiles(batch.spans, 1 if split else attention_sizes.TILE_ROWS)
+        tiles = _tiles(batch.spans, 1 if split else ATTENTION_ROWS)
         blocks = np.concatenate(batch.tables)
         starts = np.cumsum([0, *(len(table) for table in batch.tables)])[:-1]
         arrays: dict[int, NDArray[np.generic]] = {

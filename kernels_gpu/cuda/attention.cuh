@@ -94,17 +94,15 @@ template <int LEVELS> struct ScaledValues {
         float2 acc = float2{0.0f, 0.0f};
         const u16 *scales = (const u16 *)(part + dim * BLOCK / HALF);
         for (int g = 0; g < dim / 32; g++) {
-            float2 some = float2{0.0f, 0.0f};
+            float scale = half_to_float(scales[g * BLOCK + slot]);
 #pragma unroll 8
             for (int d = g * 32; d < g * 32 + 32; d++) {
                 int q = HALF == 1 ? ((const i8 *)part)[d * BLOCK + slot]
                                   : (((const u8 *)part)[(d >> 1) * BLOCK + slot] >> 4 * (d & 1) & 15) - 8;
-                some.x = fma_(real(q), a[d], some.x);
-                some.y = fma_(real(q), b[d], some.y);
+                float v = mul_(real(q), scale);  // exact: 8 bits times 11
+                acc.x = fma_(v, a[d], acc.x);
+                acc.y = fma_(v, b[d], acc.y);
             }
-            float scale = half_to_float(scales[g * BLOCK + slot]);
-            acc.x = fma_(some.x, scale, acc.x);
-            acc.y = fma_(some.y, scale, acc.y);
         }
         return acc;
     }

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head, sizes
 from localrun.kernels_cpu.activation_sizes import META, SUPER
+from localrun.kernels_cpu.attention_sizes import scratch_bytes
 from localrun.kernels_cpu.routing import GATES
 from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_gpu.source import ROUTE_THREADS, Kernel
@@ -242,7 +243,7 @@ def test_attention(kv_type: str, dim: int, dim_v: int, window: int, cap: float, 
     out = np.zeros((len(positions), room(n_heads * dim_v)), np.float32)
     parts = 3 if split else 1
     partial = np.zeros(2 * n_heads * parts * (64 + room(dim_v) * 4), np.uint8)
-    scratch = np.zeros(1 << 16, np.uint8)
+    scratch = np.zeros(scratch_bytes(dim, dim_v), np.uint8)
     args = [
         q, q.strides[0], n_heads, n_kv, out, out.strides[0], 0, window, bits(cap), scratch, 0, vector(rng, n_heads) if with_sinks else 0,
         vector(rng, n_heads) if sloped else 0,
