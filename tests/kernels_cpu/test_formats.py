@@ -131,9 +131,9 @@ def test_what_is_refused() -> None:
 @given(seed=st.integers(0, 2**32), tokens=st.integers(0, 3), blocks=st.integers(1, 4), block=st.sampled_from([32, 256]))
 def test_quantized_activations(seed: int, tokens: int, blocks: int, block: int) -> None:
     rng = np.random.default_rng(seed)
-    x = rng.normal(0, 1, (tokens, blocks, block))
-    x = np.where(rng.random((tokens, blocks, 1)) < 0.3, rng.uniform(0.3, 1, x.shape), x)
-    x = (x * 10 ** rng.uniform(-36, 30, (tokens, blocks, 1))).astype(np.float32)
+    wild = rng.normal(0, 1, (tokens, blocks, block))
+    flat_or_not = np.where(rng.random((tokens, blocks, 1)) < 0.3, rng.uniform(0.3, 1, wild.shape), wild)
+    x = (flat_or_not * 10 ** rng.uniform(-36, 30, (tokens, blocks, 1))).astype(np.float32)
     x[rng.random(x.shape[:2]) < 0.2] = 0
     q, d, sums = reference.quantize_q8(x.reshape(tokens, blocks * block), block)
     assert [a.dtype.name for a in (q, d, sums)] == ["int8", "float32", "int32"]
