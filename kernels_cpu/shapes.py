@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -78,8 +79,8 @@ class ShapesFile:
         self.path = cache_folder(root, isa) / "shapes.json"
         self._root, self._isa = root, isa
         # Elsewhere the name would have to be asked of LLVM, and images that are kept by processor lie in a folder of their own anyway.
-        cpu = " ".join(isas.processor()) if sys.platform == "linux" else platform.processor()
-        self._about = {"cpu": cpu, "threads": n_threads, "packed": packed}
+        cpu = repr(isas.processor()) if sys.platform == "linux" else platform.processor()
+        self._about = {"cpu": hashlib.sha256(cpu.encode()).hexdigest()[:16], "threads": n_threads, "packed": packed}
 
     def read(self, types: Iterable[str]) -> dict[str, Shape]:
         """What is known of these weight types, with the kernels as they are now."""
