@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FIRST_POSITIONS = 1024
+FIRST_POSITIONS = 64
+"""Of which the first pass, that is the end of a load, has to wait: a thousand are 10 ms."""
 
 
 @dataclass(frozen=True)
