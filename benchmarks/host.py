@@ -86,13 +86,18 @@ def run(command: Sequence[object], env: dict[str, str] | None = None) -> Run:
     return Run(out, time.perf_counter() - began, peak, own)
 
 
+def environment() -> dict[str, str]:
+    """Of processes that run this checkout. Bytecode is written whatever the environment says: an installed localrun has its own, and a
+    checkout without would compile all its sources in every process.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])}
+
+
 def ours(model: Path, *arguments: str) -> dict[str, Any]:
     """One row of `python -m localrun.engine.bench`, run from this checkout. Raises RunError."""
-    # An installed localrun has its bytecode; where none is written, a checkout would compile all its sources in every process.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env = {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     command = [sys.executable, "-m", "localrun.engine.bench", "-o", "jsonl", "--no-machine", *arguments, "--", model]
-    done = run(command, env)
+    done = run(command, environment())
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.out.splitlines()]
     if len(rows) != 1:
         raise RunError(f"{len(rows)} results for one test")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,7 @@ class Program:
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
-        paths = [str(host.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.env = {**os.environ, "LOCALRUN_HOST": f"127.0.0.1:{self.port}", "LOCALRUN_STATE": str(folder), "PYTHONPATH":
-        os.pathsep.join(paths)}
+        self.env = {**host.environment(), "LOCALRUN_HOST": f"127.0.0.1:{self.port}", "LOCALRUN_STATE": str(folder)}
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "localrun", *words]
