@@ -116,7 +116,11 @@ def _finish(out: int, peak: Any, total: Any, sinks: int, h: int, target: int, di
     if sinks:
         total = total + max_f32(vexp(splat_f32(load_f32(sinks + h * 4) - peak)))
     inverse = f(1.0) / total
-    _scale(out, target, dim_v, inverse)
+    # Merging a part into nothing makes +0 of -0, and so does adding 0: whoever has a single part does not merge.
+    for d in range(0, dim_v & -16, 16):
+        store(target + d * 4, load_f32x16(out + d * 4) * splat_f32(inverse) + splat_f32(f(0.0)))
+    for d in range(dim_v & -16, dim_v):
+        store_scalar(target + d * 4, load_f32(out + d * 4) * inverse + f(0.0))
 
 
 def _gatherer(isa: Isa, dim: int, bias: int, sees: int, at: Layout) -> Any:
@@ -206,9 +210,13 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
                 store(target + 64 + d, load_f32x16(frame + at.out + i * out_bytes + d))
 
     @numba.njit
-    def all_parts(frame: int, queries: int, low: int) -> None:
-        """Leaves the outputs, not yet divided, in the scratch memory's total, of a single part where that lies."""
+    def all_parts(frame: int, queries: int, low: int) -> bool:
+        """Leaves the outputs, not yet divided, in the scratch memory's total, or in its out where they come from a single part (True)."""
         end = load_i64(frame + LAST) + 1
+        if low // PART == (end - 1) // PART:
+            _clear(frame + at.peak, frame + at.sum, frame + at.out, queries * out_bytes)
+            run(frame, queries, low, end)
+            return True
         _clear(frame + at.all_peak, frame + at.all_sum, frame + at.total, queries * out_bytes)
         while low < end:
             border = (low // PART + 1) * PART
@@ -219,6 +227,7 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
                 all_peak, all_sum, all_out = frame + at.all_peak + 4 * i, frame + at.all_sum + 4 * i, frame + at.total + i * out_bytes
                 _merge(all_peak, all_sum, all_out, load_f32(peak), load_f32(total), out, out_bytes)
             low = border
+        return False
 
     def kernel(args: int, head: int, chunk: int, thread: int) -> None:
         n_heads = load_i64(args + 16)
@@ -239,12 +248,14 @@ def attention(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: int, bias:
             if parts > 1:
                 one_part(head, frame, queries, low, chunk % parts, tile * n_heads + kv_head * group + base)
                 continue
-            all_parts(frame, queries, low)
+            peaks, sums, outs = frame + at.all_peak, frame + at.all_sum, frame + at.total
+            if all_parts(frame, queries, low):
+                peaks, sums, outs = frame + at.peak, frame + at.sum, frame + at.out
             for i in range(queries):
                 h = kv_head * group + (base + i) % group
                 target = load_i64(args + 32) + (row0 + (base + i) // group) * load_i64(args + 40) + h * dim_v * 4
-                peak, total = load_f32(frame + at.all_peak + 4 * i), load_f32(frame + at.all_sum + 4 * i)
-                _finish(frame + at.total + i * out_bytes, peak, total, load_i64(args + 88), h, target, dim_v)
+                peak, total = load_f32(peaks + 4 * i), load_f32(sums + 4 * i)
+                _finish(outs + i * out_bytes, peak, total, load_i64(args + 88), h, target, dim_v)
 
     return kernel
 

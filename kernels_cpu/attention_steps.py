@@ -2,8 +2,10 @@
 
 K and V of a step are turned into float32 once for all queries, K as [dim][64 positions], V as [64 positions][dim]. Scores (q x K) and
 outputs (weights x V) are then the same product of small matrices, taken in tiles that fill the registers. Each score is one chain of fused
-multiply-adds over the dimensions, each output one over the positions, so tiles may have any shape without changing a bit. While a row that
-is alone is multiplied, K and V of the next step are asked for: blocks lie apart, so hardware prefetching does not see them coming.
+multiply-adds over the dimensions, each output one over the positions, so tiles may have any shape without changing a bit.
+
+A row that is alone reads blocks directly. Blocks lie apart, so hardware prefetching does not see them coming: while K is multiplied, V of
+the same step is asked for, and while V is, K of the next.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 # The words at the beginning of a thread's scratch memory, which say what the chunk works on.
 TABLE, POOL_BLOCK, KEYS, VALUES, LAST, CAP, ALONE = range(0, 56, 8)
 BLOCKS, ASK = 64, 96
-"""Of a row that is alone: where a step's four blocks lie, and those of the next."""
+"""Of a row that is alone: where a step's four blocks have what is read now, and four blocks what is read next."""
 
 
 # ---- products -------------------------------------------------------------------------------------------------------------------
@@ -178,12 +180,12 @@ def block_part(frame: int, heads: int, position: int) -> int:
 
 
 @numba.njit
-def _place(frame: int, heads: int, first: int, end: int, asking: int) -> None:
-    """Writes where the head's parts of the four blocks from `first` on lie, and those of the four behind them, which are asked for."""
+def _place(frame: int, heads: int, first: int, end: int, asked: int, ask: int) -> None:
+    """Writes where the four blocks from `first` on have the head's part, and, to be asked for, those from `ask` on `asked` (0: none)."""
     for i in range(4):
-        at, ask = first + i * BLOCK, first + STEP + i * BLOCK
+        at, then = first + i * BLOCK, ask + i * BLOCK
         store_scalar(frame + BLOCKS + 8 * i, block_part(frame, heads, at if at < end else first))
-        store_scalar(frame + ASK + 8 * i, block_part(frame, heads, ask) if asking and ask < end else frame)
+        store_scalar(frame + ASK + 8 * i, block_part(frame, asked, then) if asked and then < end else frame)
 
 
 def _row_of(codec: Codec, vectors: int) -> Any:
@@ -247,7 +249,7 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
     @numba.njit
     def scores(frame: int, queries: int, first: int, end: int) -> None:
         for i in range(0, queries, rows):
-            _place(frame, load_i64(frame + KEYS), first, end, i == 0)
+            _place(frame, load_i64(frame + KEYS), first, end, load_i64(frame + VALUES) if i == 0 else 0, first)
             for v in range(0, 4, vectors):
                 product(queries - i, frame, v, frame + at.q + i * at.q_bytes, frame + at.scores + i * STEP * 4 + v * 64)
 
@@ -291,7 +293,7 @@ def _values_alone(isa: Isa, codec: Codec, at: Layout) -> Any:
     def values(frame: int, queries: int, first: int, end: int) -> None:
         n = min(end - first, STEP)
         for i in range(0, queries, rows):
-            _place(frame, load_i64(frame + VALUES), first, end, i == 0)
+            _place(frame, load_i64(frame + VALUES), first, end, load_i64(frame + KEYS) if i == 0 else 0, first + STEP)
             for offset in range(0, at.out_bytes, of_call):
                 p, fade = frame + at.scores + i * STEP * 4, frame + at.fade + i * 4
                 out = frame + at.out + i * at.out_bytes + offset
@@ -402,7 +404,6 @@ def stepper(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: bool, bias: 
         alone = load_i64(frame + ALONE)
         if alone:
             ask(frame, load_i64(frame + KEYS), k_bytes, first, end)
-            ask(frame, load_i64(frame + VALUES), v_bytes, first, end)
         while first < end:
             if plain and alone:
                 scores_alone(frame, queries, first, end)
@@ -410,8 +411,8 @@ def stepper(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: bool, bias: 
                 values_alone(frame, queries, first, end)
             else:
                 if alone:
+                    ask(frame, load_i64(frame + VALUES), v_bytes, first, end)
                     ask(frame, load_i64(frame + KEYS), k_bytes, first + STEP, end)
-                    ask(frame, load_i64(frame + VALUES), v_bytes, first + STEP, end)
                 scores(frame, queries, first)
                 softmax(frame, queries, first)
                 values(frame, queries, first)
