@@ -345,14 +345,15 @@ def make_groups(isa: Isa, type_name: str) -> Any:
                 for t in range(0, tokens, ROWS):
                     sixteen(parts, blocks, panel + (t >> 4) * step16, sums + t * 64, numba.int64(b == 0), scratch + SUMS)
         release()
-        for g in range(count):
-            bias = splat_f32(numba.float32(0.0))
-            if bias_at:
-                bias = load_f32x16(bias_at + g * 64)
-            sums = scratch + FLOATS + g * sums_bytes
-            for t in range(0, tokens, 8):
-                there = min(tokens - t, 8)
-                tile_store(tile_load(zeros_f32(8), sums + t * 64, 64), out + t * out_stride + g * 64, out_stride, there, bias, add)
+        # A token's results of all groups lie together: its page, and the lines next to each other, are gone to once.
+        for t in range(0, tokens, 8):
+            there = min(tokens - t, 8)
+            for g in range(count):
+                bias = splat_f32(numba.float32(0.0))
+                if bias_at:
+                    bias = load_f32x16(bias_at + g * 64)
+                at = scratch + FLOATS + g * sums_bytes + t * 64
+                tile_store(tile_load(zeros_f32(8), at, 64), out + t * out_stride + g * 64, out_stride, there, bias, add)
 
     return groups
 
