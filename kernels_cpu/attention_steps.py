@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from localrun.kernels_cpu.attention_sizes import ALIBI, BOTH, STEP, TABLE_BIAS, Layout
-from localrun.kernels_cpu.fetch import ask_for
+from localrun.kernels_cpu.fetch import prefetch_far
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.kv import Codec
 from localrun.kernels_cpu.math import tanh, vexp
@@ -231,7 +231,7 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
             for i in range(4):
                 ask = load_i64(frame + ASK + 8 * i) + v * dim * step // 4
                 for _ in range(((i + 1) * pairs >> 2) - (i * pairs >> 2)):
-                    ask_for(ask, lines)
+                    prefetch_far(ask, lines)
                     acc = tile_outer(acc, a, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
                     done += step
                     acc = tile_outer(acc, a + 4, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
@@ -275,7 +275,7 @@ def _values_alone(isa: Isa, codec: Codec, at: Layout) -> Any:
                     v = load_i64(frame + BLOCKS + 8 * b) + offset // 4 * size
                     ask = load_i64(frame + ASK + 8 * b) + offset // 4 * size
                     for _ in range(min(n - b * BLOCK, BLOCK)):
-                        ask_for(ask, lines)
+                        prefetch_far(ask, lines)
                         acc = tile_outer(acc, p, STEP * 4, row(v, v + 16 * size, v + 32 * size, v + 48 * size))
                         p += 4
                         v += slot_bytes
@@ -397,7 +397,7 @@ def stepper(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: bool, bias: 
         for start in range(first, min(first + STEP, end), BLOCK):
             part = block_part(frame, heads, start)
             for line in range(0, nbytes, 64):
-                ask_for(part + line, 1)
+                prefetch_far(part + line, 1)
 
     @numba.njit
     def run(frame: int, queries: int, first: int, end: int) -> None:

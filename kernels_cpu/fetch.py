@@ -108,14 +108,3 @@ def fetch_first(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def ask_for(typingctx: Any, address: Any, lines: Any) -> Any:
-    """Asks for `lines` (a compile-time constant) cache lines from `address` on, into the second-level cache. Any address is allowed."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _ask(builder, args[0], 0, lines.literal_value, 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, lines), codegen
