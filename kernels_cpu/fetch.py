@@ -22,25 +22,23 @@ FAR = 14 << 10
 """Bytes, about, between what is read and what is fetched into the second-level cache."""
 NEAR = 4736
 """The same for the first-level cache."""
+FIRST_LINES = FAR // 64
+"""What a stream begins with: nothing before it asked for these."""
 
 _i32 = ir.IntType(32)
-
-
-def _ask(builder: ir.IRBuilder, address: ir.Value, offset: int, lines: int, level: int) -> None:
-    byte = ir.IntType(8).as_pointer()
-    fnty = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
-    function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-    read, locality, data = ir.Constant(_i32, 0), ir.Constant(_i32, 3 if level == 1 else 1), ir.Constant(_i32, 1)
-    for line in range(lines):
-        at = builder.inttoptr(builder.add(address, ir.Constant(address.type, offset + 64 * line)), byte)
-        builder.call(function, [at, read, locality, data])
 
 
 def _asker(level: int) -> Any:
     @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
     def ask(typingctx: Any, address: Any, lines: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-            _ask(builder, args[0], 0, lines.literal_value, level)
+            byte = ir.IntType(8).as_pointer()
+            fnty = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
+            function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
+            read, locality, data = ir.Constant(_i32, 0), ir.Constant(_i32, 3 if level == 1 else 1), ir.Constant(_i32, 1)
+            for line in range(lines.literal_value):
+                at = builder.inttoptr(builder.add(args[0], ir.Constant(args[0].type, 64 * line)), byte)
+                builder.call(function, [at, read, locality, data])
             return context.get_dummy_value()
 
         return types.void(types.int64, lines), codegen
@@ -61,6 +59,13 @@ def distances(block: int) -> tuple[int, int]:
     return max(1, round(FAR / block)) * block, max(1, round(NEAR / block)) * block
 
 
+@numba.njit
+def fetch_both(far: int, near: int) -> None:
+    """Asks for one line far ahead and one near."""
+    prefetch_far(far, 1)
+    prefetch(near, 1)
+
+
 def fetcher(block: int) -> Any:
     """The compiled function (address): asks for two lines of later blocks (of `block` bytes) that lie as the line at `address` does in its,
     which is read now.
@@ -69,8 +74,7 @@ def fetcher(block: int) -> Any:
 
     @numba.njit
     def fetch(address: int) -> None:
-        prefetch_far(address + far, 1)
-        prefetch(address + near, 1)
+        fetch_both(address + far, address + near)
 
     return fetch
 
@@ -86,8 +90,7 @@ def split_fetcher(quants: int, scales: int) -> Any:
     @numba.njit
     def ahead(w: int, u: int, end: int, n: int) -> Any:
         gap = n * scales + 63 & -64
-        prefetch_far(u + n * quants + gap, 1)
-        prefetch(u + 512, 1)
+        fetch_both(u + n * quants + gap, u + 512)
         distant = w + far
         close = w + near
         if distant >= end:
@@ -97,14 +100,3 @@ def split_fetcher(quants: int, scales: int) -> Any:
         return distant, close
 
     return ahead
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_first(typingctx: Any, address: Any) -> Any:
-    """Of a stream that begins at `address`: asks for all that will not be asked for from there on, being too near."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _ask(builder, args[0], 0, FAR // 64, 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen

@@ -21,7 +21,7 @@ import numba
 from localrun.kernels_cpu import amx
 from localrun.kernels_cpu.activation_sizes import META, SUPER
 from localrun.kernels_cpu.amx_sizes import MOST_GROUPS, MOST_TOKENS
-from localrun.kernels_cpu.fetch import fetch_first, fetcher, prefetch, prefetch_far, split_fetcher
+from localrun.kernels_cpu.fetch import FIRST_LINES, fetch_both, fetcher, prefetch_far, split_fetcher
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
@@ -203,12 +203,10 @@ def _tile_32(isa: Isa, type_name: str, tokens: int) -> Any:
             if not with_min:
                 dots = rows_i32(meta + offset)
             if five_bits:
-                prefetch_far(far + 256, 1)
-                prefetch(near + 256, 1)
+                fetch_both(far + 256, near + 256)
                 bits = words_of(load_u8x64(w + 256))
             for g in range(4):
-                prefetch_far(far + g * 64, 1)
-                prefetch(near + g * 64, 1)
+                fetch_both(far + g * 64, near + g * 64)
                 nibbles = load_u8x64(w + g * 64)
                 a = nibbles & 15
                 b = (nibbles >> 4) & 15
@@ -245,8 +243,7 @@ def _tile_q8_0(isa: Isa, tokens: int) -> Any:
             far, near = ahead(w, u, end, n)
             dots = rows_i32(meta + 16)
             for g in range(8):
-                prefetch_far(far + g * 64, 1)
-                prefetch(near + g * 64, 1)
+                fetch_both(far + g * 64, near + g * 64)
                 dots = dot4(dots, load_u8x64(w + g * 64), x + g * 4)
             scaled = tile_mul(tile_to_f32(dots), rows_f32(meta))
             acc = tile_fma(acc, scaled, f16_to_f32(load_f16x16(u)))
@@ -379,7 +376,7 @@ def matmul(isa: Isa, type_name: str) -> Any:
         if tokens > 8 and not row_bytes:
             block = max(PANEL // stride & -32, 32)
         if not row_bytes:
-            fetch_first(load_i64(args) + first * group_bytes)
+            prefetch_far(load_i64(args) + first * group_bytes, FIRST_LINES)
         for t in range(0, tokens, block):
             for g in range(first, last):
                 w = load_i64(args) + g * group_bytes

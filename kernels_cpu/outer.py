@@ -114,7 +114,7 @@ def _pair(
     combine: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
 ) -> tuple[ir.Value, list[int]]:  # fmt: skip
     """One vector of the runs of two, each folded from 2 * width lanes to width."""
-        # A run of a, the same of b, the next of a: within a register's quarters where runs are that short.
+    # A run of a, the same of b, the next of a: within a register's quarters where runs are that short.
     starts = [start + side for start in range(0, 16, 2 * width) for side in (0, 16)]
     owners = [owner for pair in zip(a[1], b[1]) for owner in pair]
     kind = ir.VectorType(_i32, 16)

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 
 from localrun.kernels_cpu.activation_sizes import META, MOST_OF_16, SUPER
-from localrun.kernels_cpu.fetch import fetcher, prefetch, prefetch_far, split_fetcher
+from localrun.kernels_cpu.fetch import fetch_both, fetcher, split_fetcher
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS, Octets
 from localrun.kernels_cpu.simd import (
@@ -247,8 +247,7 @@ def _tile_32(isa: Isa, o: Octets, tokens: int) -> Any:
             first = rows_i32(meta + first_at)
             second = rows_i32(meta + 24)
             for g in range(4):
-                prefetch_far(far + g * 64, 1)
-                prefetch(near + g * 64, 1)
+                fetch_both(far + g * 64, near + g * 64)
                 nibbles = load_u8x64(w + g * 64)
                 first = dot4(first, code(nibbles & 15), x + g * 4)
                 if halves:
