@@ -33,7 +33,7 @@ from localrun.kernels_cpu.amx_sizes import (
     SUMS,
 )
 from localrun.kernels_cpu.expand import expand_32, expand_256
-from localrun.kernels_cpu.fetch import FAR, prefetch
+from localrun.kernels_cpu.fetch import prefetch
 from localrun.kernels_cpu.formats import BY_NAME
 from localrun.kernels_cpu.isa import Isa
 from localrun.kernels_cpu.octets import OCTETS
@@ -62,6 +62,9 @@ from localrun.kernels_cpu.simd import (
 from localrun.kernels_cpu.sizes import PACKINGS
 from localrun.kernels_cpu.tiles_table import block_scale
 from localrun.kernels_cpu.token_rows import rows_from
+
+AHEAD = 4096
+"""Bytes between weights that are expanded and those that are asked for, in one step: each block is read once for many tokens."""
 
 # ---- instructions -------------------------------------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ def make_groups(isa: Isa, type_name: str) -> Any:
                 packed = w + g * group_bytes
                 sums = scratch + FLOATS + g * sums_bytes
                 for i in range(b, b + blocks):
-                    prefetch(packed + i * step + FAR, lines)
+                    prefetch(packed + i * step + AHEAD, lines)
                     if pairs:
                         expand(packed + i * quants, packed + n * quants + i * scales, parts + (i - b) * PART_BYTES_32)
                     else:
