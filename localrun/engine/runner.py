@@ -7,16 +7,19 @@ process ends. Knows the pipe and the order of a life; what happens in a step is 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -64,6 +67,8 @@ TUNING_S = 0.02
 """How long a request may have to wait for that."""
 PREPARING_S = 5.0
 """How long the end of a runner waits for that."""
+READER_S = 5.0
+"""How long it waits for the reader thread, which may be tokenizing."""
 SWITCH_S = 0.001
 """Between two threads that both have Python to run: the engine takes up the interpreter several times a step, and streams shall not wait
 Python's own 5 ms each time while a prompt is tokenized, or a vocabulary made, in another thread."""
@@ -101,7 +106,15 @@ class Pipe:
             raise DaemonGone from error
         return messages.decode_to_runner(frame)
 
+    def stop_receiving(self) -> None:
+        """A thread in `receive` gets DaemonGone; what has been sent still arrives, and more can be sent. Windows has named pipes, whose
+        readers nothing wakes: there it stays where it is."""
+        if sys.platform != "win32":
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as same, contextlib.suppress(OSError):  # the daemon may be gone
+                same.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
+        """Nobody may be in `receive`: the number of the closed connection can be that of another one before it reads."""
         self._connection.close()
 
 
@@ -118,7 +131,8 @@ def main(connection: Connection, load: Loader | str | None = None) -> None:
         first = pipe.receive()
         if not isinstance(first, Load):
             raise LoadFailed(f"a runner's first message must be load, not {type(first).__name__}")
-        _serve(pipe, first, resolve_loader(load))
+        with _listening(pipe) as ready:
+            _serve(pipe, first, resolve_loader(load), ready)
     except DaemonGone:
         pass
     except Exception as error:
@@ -127,11 +141,23 @@ def main(connection: Connection, load: Loader | str | None = None) -> None:
         pipe.close()
 
 
-def _serve(pipe: Pipe, load: Load, loader: Loader) -> None:
+@contextlib.contextmanager
+def _listening(pipe: Pipe) -> Iterator[Future[Runner]]:
+    """The reader thread, while the block lasts. It hands messages to the runner that the block sets."""
+    ready: Future[Runner] = Future()
+    reader = threading.Thread(target=_listen, args=(pipe, ready), name="reader", daemon=True)
+    reader.start()
+    try:
+        yield ready
+    finally:
+        ready.cancel()  # no runner came: a message that waits for it waits in vain
+        pipe.stop_receiving()
+        reader.join(READER_S)
+
+
+def _serve(pipe: Pipe, load: Load, loader: Loader, ready: Future[Runner]) -> None:
     began = time.monotonic()
     sys.setswitchinterval(SWITCH_S)
-    ready: Future[Runner] = Future()
-    threading.Thread(target=_listen, args=(pipe, ready), name="reader", daemon=True).start()
     parts = loader(load, lambda stage, done, total: pipe.send(LoadProgress(stage=stage, done=done, total=total)))
     runner: Runner | None = None
     try:
@@ -222,7 +248,7 @@ def _allocate(parts: Parts, load: Load) -> tuple[int, int]:
 
 def _listen(pipe: Pipe, ready: Future[Runner]) -> None:
     """The reader thread: hands messages to the runner once there is one, and lets it know of the pipe's end. While the model still loads,
-    nobody could heed that, and there is nothing to finish: the process ends at once."""
+    nobody could heed that, and there is nothing to finish: the process ends at once. When loading has failed it just ends."""
     try:
         while True:
             try:
@@ -237,6 +263,10 @@ def _listen(pipe: Pipe, ready: Future[Runner]) -> None:
                 return
     except DaemonGone:
         pass
+    except CancelledError:
+        return
+    if ready.cancelled():
+        return
     if ready.done():
         ready.result().handle(Shutdown())
     elif multiprocessing.parent_process() is not None:

@@ -158,6 +158,19 @@ def test_loading_that_fails_says_why(error: Exception, code: str, text: str, cap
     assert ("Traceback" in caplog.text) == (code == "internal_error"), "only a defect is worth a traceback in the log"
 
 
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_loading_that_fails_leaves_no_reader_behind(waiting: int) -> None:
+    """Neither one in a read, which could take the first bytes of whichever pipe gets the closed one's number, nor one whose message waits
+    for the runner that never came."""
+    before = set(threading.enumerate())
+    talk = in_thread(partial(fakes.load_failing, error=MemoryError()))
+    talk.send(Load(path="x", cache_dir=""), *[Tokenize(request_id=f"{i}", text="x") for i in range(waiting)])
+    assert isinstance(talk.receive(), Failed)
+    talk.ended()
+    assert [thread.name for thread in set(threading.enumerate()) - before] == []
+    talk.close()
+
+
 def test_a_missing_file_is_told_by_name() -> None:
     talk = in_thread(partial(fakes.load_failing, error=FileNotFoundError(2, "No such file or directory", "gone.gguf")))
     talk.send(Load(path="x", cache_dir=""))
