@@ -198,14 +198,19 @@ def _forget_oldest(folder: Path) -> None:
     """Removes the folders of earlier libraries and settings beyond the KEEP_FOLDERS used last, and objects of earlier sources likewise."""
     import shutil
 
+    def age(path: Path) -> float:
+        try:
+            return -path.stat().st_mtime
+        except FileNotFoundError:  # another process forgets, too
+            return 0.0
+
     versions: dict[str, list[Path]] = {}
     for path in folder.glob("*.image"):
         versions.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
     for paths in versions.values():
-        for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[KEEP_IMAGES:]:
+        for old in sorted(paths, key=age)[KEEP_IMAGES:]:
             old.unlink(missing_ok=True)
-    folders = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in folders[KEEP_FOLDERS:]:
+    for old in sorted(folder.parent.iterdir(), key=age)[KEEP_FOLDERS:]:
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
 

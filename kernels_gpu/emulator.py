@@ -7,6 +7,7 @@ anew for every launch, so what depends on it shows. `memory` bounds what can be 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import tempfile
@@ -100,7 +101,9 @@ class Emulator:
         if missing:
             library = self._compiled(source(missing, "host"), folder)
             names = library.with_suffix(".txt")
-            names.write_text("\n".join(kernel.symbol for kernel in missing), encoding="utf-8")
+            part = names.with_suffix(f".{os.getpid()}.part")  # another process may read it at any time
+            part.write_text("\n".join(kernel.symbol for kernel in missing), encoding="utf-8")
+            part.replace(names)
             self._open(library, names)
 
     def _open(self, path: Path, names: Path) -> None:

@@ -53,6 +53,10 @@ is bounded by the length of the answer."""
 STOP_S = (5.0, 2.0, 2.0)
 """How long a runner may take to end: after Shutdown, after terminate, after kill."""
 
+EXIT_S = 5.0
+"""How long the exit code of a process that has closed its pipe is waited for. It comes at once, from the process that runners start from,
+unless the machine is too busy to let that one run."""
+
 Progress = Callable[[LoadProgress], None]
 LoadHook = Callable[..., Any] | None
 """What takes the place of the real loader in a runner (tests); must be picklable."""
@@ -375,7 +379,7 @@ class Runner:
             self._process.kill()
         except RuntimeError:
             return  # the event loop has ended, and with it everyone who could wait
-        self._exit_code = _exit_code(self._process, 1.0)
+        self._exit_code = _exit_code(self._process, EXIT_S)
         self._outbox.put(None)
         try:
             self._loop.call_soon_threadsafe(self._closed)
@@ -393,10 +397,10 @@ class Runner:
     def _bury(self, process: BaseProcess) -> None:
         self._outbox.put(None)
         for thread in self._threads:
-            thread.join(2.0)
+            thread.join(EXIT_S + 1.0)
         if self._connection is not None and not any(thread.is_alive() for thread in self._threads):
             self._connection.close()
-        if _exit_code(process, 1.0) is None:
+        if _exit_code(process, EXIT_S) is None:
             log.error("runner %s could not be ended", process.pid)
 
 

@@ -14,18 +14,16 @@ import psutil
 import pytest
 
 from tests.cli.conftest import Run
-
-IDLE_SECONDS = 4
+from tests.daemon.test_lifetimes import wait_until
+from tests.ports import free_port
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A free port; whatever listens there afterwards is ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = int(probe.getsockname()[1])
+    number = free_port()
     monkeypatch.setenv("LOCALRUN_HOST", f"127.0.0.1:{number}")
-    monkeypatch.setenv("LOCALRUN_IDLE_EXIT", str(IDLE_SECONDS))
+    monkeypatch.setenv("LOCALRUN_IDLE_EXIT", "600")  # should this process be killed: no test is to count on how long it takes
     yield number
     for process in listeners(number):
         process.terminate()
@@ -49,7 +47,7 @@ def log_text() -> str:
     return (Path(os.environ["LOCALRUN_STATE"]) / "daemon.log").read_text(encoding="utf-8")
 
 
-def test_daemon_is_started_once_detached_and_ends_when_idle(port: int, localrun: Run) -> None:
+def test_daemon_is_started_once_and_detached(port: int, localrun: Run) -> None:
     first = localrun("list")
     assert (first.returncode, first.stderr) == (0, "starting localrun\n")
     [daemon] = listeners(port)
@@ -59,7 +57,15 @@ def test_daemon_is_started_once_detached_and_ends_when_idle(port: int, localrun:
     if sys.platform != "win32":
         assert os.getsid(daemon.pid) != os.getsid(0), "Ctrl-C in this terminal would reach it"
     assert Path(daemon.cwd()) == Path(os.environ["LOCALRUN_STATE"]).resolve()
-    daemon.wait(IDLE_SECONDS + 30)
+
+
+def test_daemon_ends_when_idle(port: int, localrun: Run) -> None:
+    assert "starting localrun\n" in localrun("list", LOCALRUN_IDLE_EXIT="2").stderr
+    daemon = listeners(port)
+    wait_until(lambda: not listeners(port))
+    for process in daemon:
+        process.wait(30)
+    assert "nobody came for 2 seconds" in log_text()
 
 
 def test_two_at_once_start_one(port: int, localrun: Run) -> None:

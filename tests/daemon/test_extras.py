@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,8 +101,12 @@ def test_a_budget_of_time(tmp_path: Path) -> None:
         for path, kind in (("/api/chat", "error"), ("/v1/chat/completions", "error")):
             late = running.http.post(path, json={"model": "tiny", "messages": HI, "stream": False, "timeout": 0.2})
             assert late.status_code == 504 and "deadline of 0.2 s" in str(late.json()[kind])
-        *_, last = running.lines("/api/chat", {"model": "tiny", "messages": HI, "timeout": 0.2})
-        assert "deadline of 0.2 s" in last["error"]
+        for seconds in (0.2, 2, 20):
+            reply = running.http.post("/api/chat", json={"model": "tiny", "messages": HI, "timeout": seconds})
+            if reply.status_code != 504:  # which it is when not even one token has come in time, on a busy machine
+                break
+        assert reply.status_code == 200
+        assert f"deadline of {seconds} s" in json.loads(reply.text.splitlines()[-1])["error"]
         assert running.loaded()[0]["engine"]["running"] == 0
 
 
@@ -153,9 +158,9 @@ def test_prompts_are_logged_only_where_that_is_asked(tmp_path: Path, caplog: pyt
     ],
 )
 def test_numbers_beyond_all_bounds_are_refused_and_harm_nobody(noisy: Daemon, path: str, body: dict[str, Any]) -> None:
-    refused = noisy.http.post(path, json={"model": "tiny", **body}, timeout=20)
+    refused = noisy.http.post(path, json={"model": "tiny", **body})
     assert refused.status_code == 400, refused.text
-    assert noisy.http.post("/api/tokenize", json={"model": "tiny", "content": "x"}, timeout=20).status_code == 200
+    assert noisy.http.post("/api/tokenize", json={"model": "tiny", "content": "x"}).status_code == 200
 
 
 def test_vectors_come_from_the_engine(noisy: Daemon) -> None:

@@ -72,8 +72,12 @@ def test_a_request_leaves_one_line(daemon: Daemon, caplog: pytest.LogCaptureFixt
     response = daemon.http.post("/api/chat", json={"model": "tiny", "messages": [{"role": "user", "content": secret}], "stream": False})
     daemon.http.get("/api/version")
     daemon.http.request("GET", "/v1/models/a%22b%20c")
-    wait_until(lambda: len(caplog.records) >= 2)
-    chat, missing = [record.getMessage() for record in caplog.records if record.name == "localrun.requests"]
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "localrun.requests"]
+
+    wait_until(lambda: len(lines()) >= 2)
+    chat, missing = lines()
     fields = dict(part.split("=", 1) for part in chat.split(" "))
     assert fields["id"] == response.headers["x-request-id"]
     assert (fields["method"], fields["path"], fields["status"], fields["model"]) == ("POST", "/api/chat", "200", "tiny:latest")

@@ -174,5 +174,5 @@ def test_the_machine_is_measured_by_each_instruction_set(instruction_set: str) -
     if instruction_set not in isa.available():
         pytest.skip(f"this machine does not execute {instruction_set}")
     with Yardstick(1, instruction_set, os.environ["LOCALRUN_CACHE"]) as yardstick:
-        assert 1e7 < yardstick.read_bytes_s(8 << 20, repeats=1) < 1e13
-        assert 1e7 < yardstick.multiply_adds_s(repeats=1) < 1e15
+        assert 1e7 < yardstick.read_bytes_s(8 << 20, repeats=3) < 1e13
+        assert 1e7 < yardstick.multiply_adds_s(repeats=3) < 1e15

@@ -19,7 +19,7 @@ import pytest
 from localrun.engine import runner
 from localrun.engine.intake import Intake
 from localrun.engine.memory import MEBI, available_memory, kv_budget
-from localrun.engine.parts import Loader
+from localrun.engine.parts import Loader, Parts
 from localrun.errors import from_wire
 from localrun.messages import (
     Cancel,
@@ -54,9 +54,10 @@ from localrun.messages import (
     encode,
 )
 from localrun.models.errors import ModelFileError
+from localrun.models.model import Progress, Span
 from tests import fakes
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Talk:
@@ -104,6 +105,23 @@ def in_thread(loader: Loader | str) -> Talk:
         assert not thread.is_alive(), "the runner goes on"
 
     return Talk(ours, ended)
+
+
+def gated(loader: Loader, gate: threading.Event) -> Loader:
+    """The loader, whose model's first pass begins when the gate is open."""
+
+    def load(load: Load, progress: Progress) -> Parts:
+        parts = loader(load, progress)
+        forward = parts.model.forward
+
+        def when_open(spans: list[Span]) -> Any:
+            assert gate.wait(PATIENCE_S)
+            return forward(spans)
+
+        parts.model.forward = when_open  # type: ignore[method-assign]
+        return parts
+
+    return load
 
 
 @pytest.fixture
@@ -202,9 +220,13 @@ def test_first_message_must_be_load() -> None:
 # ---- requests -------------------------------------------------------------------------------------------------------------------
 
 
-def test_many_requests_interleaved(talk: Talk) -> None:
-    for i in range(20):
-        talk.send(Generate(request_id=f"{i}", messages=user(f"number {i}")))
+def test_many_requests_interleaved() -> None:
+    gate = threading.Event()
+    talk = in_thread(gated(fakes.load_scripted, gate))
+    talk.load()
+    talk.send(*[Generate(request_id=f"{i}", messages=user(f"number {i}")) for i in range(20)], Tokenize(request_id="t", text=""))
+    talk.until("t")  # the reader has taken all of them
+    gate.set()
     pending = {f"{i}" for i in range(20)}
     texts = dict.fromkeys(pending, "")
     order = []
@@ -218,6 +240,7 @@ def test_many_requests_interleaved(talk: Talk) -> None:
             pending.remove(event.request_id)
     assert texts == {f"{i}": f'You said "number {i}".' for i in range(20)}
     assert len(set(order[-100:])) > 10, "they run together, not one after another"
+    talk.close()
 
 
 def test_what_needs_no_model_is_answered_beside_it(talk: Talk) -> None:
@@ -339,10 +362,8 @@ def test_cancel_takes_one_step() -> None:
     talk.send(Generate(request_id="long", prompt="x", max_tokens=100_000, num_ctx=4000))
     for _ in range(5):
         talk.receive()
-    began = time.monotonic()
     talk.send(Cancel(request_id="long"))
     finished = talk.until("long")[-1]
-    assert time.monotonic() - began < 5
     assert isinstance(finished, Finished)
     assert finished.reason == "cancelled"
     assert finished.completion_tokens < 1000
@@ -353,19 +374,20 @@ def test_cancel_takes_one_step() -> None:
 
 
 def test_a_full_queue_is_busy() -> None:
-    talk = in_thread(partial(fakes.load_fake, delay=0.005, eog_bias=-100.0))
+    gate = threading.Event()
+    talk = in_thread(gated(partial(fakes.load_fake, eog_bias=-100.0), gate))
     talk.load(max_queue=0)
-    for i in range(80):
-        talk.send(Generate(request_id=f"{i}", prompt="x", max_tokens=60))
+    talk.send(*[Generate(request_id=f"{i}", prompt="x", max_tokens=60) for i in range(80)], Tokenize(request_id="t", text=""))
+    talk.until("t")  # the reader has taken all of them: they come to the engine before the first has ended
+    gate.set()
     outcomes: dict[str, FromRunner] = {}
     while len(outcomes) < 80:
         event = talk.receive()
         if isinstance(event, Finished | Failed):
             outcomes[event.request_id] = event
     refused = [e for e in outcomes.values() if isinstance(e, Failed)]
-    assert refused
     assert {e.code for e in refused} == {"busy"}
-    assert len(refused) <= 16
+    assert len(refused) == 16
     talk.send(Shutdown())
     talk.close()
 
@@ -527,13 +549,21 @@ def test_an_idle_process_uses_no_cpu_and_ends_with_the_pipe() -> None:
     talk, process = in_process(fakes.load_fake)
     talk.load()
     me = psutil.Process(process.pid)
-    before = sum(me.cpu_times()[:2])
-    wakes_before = me.num_ctx_switches().voluntary
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        talk.connection.poll(0.1)
-    assert sum(me.cpu_times()[:2]) - before <= 0.05
-    assert me.num_ctx_switches().voluntary - wakes_before < 20
+
+    def in_a_second() -> tuple[float, int]:
+        """Processor time, and how often it woke."""
+        before, wakes_before = sum(me.cpu_times()[:2]), me.num_ctx_switches().voluntary
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            talk.connection.poll(0.1)
+        return sum(me.cpu_times()[:2]) - before, me.num_ctx_switches().voluntary - wakes_before
+
+    # Once it uses the first quiet moment; a busy machine has its say in when that is over.
+    end = time.monotonic() + PATIENCE_S
+    seconds, wakes = in_a_second()
+    while seconds > 0.05 or wakes >= 20:
+        assert time.monotonic() < end, (seconds, wakes)
+        seconds, wakes = in_a_second()
     talk.close()
     assert process.exitcode == 0
 

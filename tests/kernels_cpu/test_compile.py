@@ -272,6 +272,7 @@ def test_only_the_latest_objects_of_a_kernel_are_kept(tmp_path: Path) -> None:
         old = path.with_name(f"team-follow.{age}.image")
         old.write_bytes(b"")
         os.utime(old, (1_000_000 - age, 1_000_000 - age))
+    path.with_name("team-follow.gone.image").symlink_to(tmp_path / "gone")  # as one that another process removes meanwhile
     ensure_compiled([REPLAY], isa.select(), tmp_path)
     assert {old.name for old in path.parent.glob("team-follow.*")} == {f"team-follow.{age}.image" for age in range(KEEP_IMAGES)}
 

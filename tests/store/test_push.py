@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 from localrun.errors import BadRequest, DownloadFailed, ModelNotFound, RequestCancelled, Unsupported
 from localrun.store import CreateSpec, PullProgress, Store, download, push
 from localrun.store.push import UploadFailed
+from tests.ports import free_port
 from tests.store.conftest import tiny_gguf
 
 CONFIG = """
@@ -38,9 +38,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("docker-registry is not installed (Debian's package of that name)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = tmp_path / "registry.yml"
     config.write_text(CONFIG.format(root=tmp_path / "registry", port=port))
     log = (tmp_path / "registry.log").open("wb")
@@ -58,7 +56,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(30)
         log.close()
 
 
