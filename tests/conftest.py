@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says something of the machine, and nothing of what is tested.
+# A test that names checks of its own names this one, too: its list takes the place of the profile's.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 

@@ -27,7 +27,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield number
     for process in listeners(number):
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def listeners(port: int) -> list[psutil.Process]:
@@ -64,7 +64,7 @@ def test_daemon_ends_when_idle(port: int, localrun: Run) -> None:
     daemon = listeners(port)
     wait_until(lambda: not listeners(port))
     for process in daemon:
-        process.wait(30)
+        process.wait(60)
     assert "nobody came for 2 seconds" in log_text()
 
 

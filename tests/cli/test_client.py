@@ -87,7 +87,7 @@ def test_leaving_early_closes_the_connection(fake: FakeDaemon, client: Client) -
     fake.answers["x"] = ["word " * 1000] * 10_000
     with client.stream("/api/chat", {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]}) as objects:
         next(objects)
-    assert fake.broken.wait(30)
+    assert fake.broken.wait(60)
 
 
 def test_key_is_sent(monkeypatch: pytest.MonkeyPatch, fake: FakeDaemon) -> None:

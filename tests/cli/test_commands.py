@@ -194,10 +194,10 @@ class TestEndings:
             assert process.stderr is not None
             assert process.stdout.read(5) == "word "
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
+            assert process.wait(60) == 130
             assert process.stdout.read().endswith("\n")
             assert process.stderr.read() == ""
-        assert fake.broken.wait(30), "the daemon was not told"
+        assert fake.broken.wait(60), "the daemon was not told"
 
     def test_interrupt_of_a_pull(self, fake: FakeDaemon) -> None:
         steps = [{"status": "step 0"}, *[{"status": "x" * 70_000}] * 10_000]
@@ -207,7 +207,7 @@ class TestEndings:
             assert process.stderr is not None
             assert process.stderr.readline() == "step 0\n"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=60)
             assert process.returncode == 130
         assert "localrun pull smollm2 takes it up again" in errors
         assert "Traceback" not in errors
@@ -220,7 +220,7 @@ class TestEndings:
             assert process.stderr is not None
             process.stdout.read(5)
             process.stdout.close()
-            assert process.wait(30) == 141
+            assert process.wait(60) == 141
             assert process.stderr.read() == ""
 
 

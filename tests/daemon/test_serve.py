@@ -53,7 +53,7 @@ class Program:
 
     def begin_answer(self) -> socket.socket:
         """A connection on which an answer is coming."""
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
         client.sendall(b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         received = b""
@@ -74,7 +74,7 @@ def program(folder: Path, *arguments: str) -> Iterator[Program]:
     finally:
         if running.process.poll() is None:
             running.process.kill()
-        running.process.communicate(timeout=30)
+        running.process.communicate(timeout=60)
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -88,7 +88,7 @@ def test_kill_9_leaves_no_runner(tmp_path: Path) -> None:
         family = running.family()
         assert len(family) >= 2  # at least the process that runners start from, and a runner
         os.kill(running.process.pid, signal.SIGKILL)
-        running.process.wait(30)
+        running.process.wait(60)
         wait_until(lambda: gone(family))
         client.close()
 
@@ -96,19 +96,19 @@ def test_kill_9_leaves_no_runner(tmp_path: Path) -> None:
 @posix
 def test_kill_9_leaves_no_runner_that_is_loading(tmp_path: Path) -> None:
     """Such a runner says nothing for minutes, and so does not notice by itself that nobody listens."""
-    with program(tmp_path, "loading") as running, socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+    with program(tmp_path, "loading") as running, socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
         body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
         client.sendall(b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: any("load" in one.get("status", "") for one in ps(running)))
         wait_until(lambda: len(running.family()) >= 2)
         family = running.family()
         os.kill(running.process.pid, signal.SIGKILL)
-        running.process.wait(30)
+        running.process.wait(60)
         wait_until(lambda: gone(family))
 
 
 def ps(running: Program) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{running.url}/api/ps", timeout=30).json()["models"]
+    found: list[dict[str, Any]] = httpx.get(f"{running.url}/api/ps", timeout=60).json()["models"]
     return found
 
 
@@ -123,7 +123,7 @@ def test_told_to_end_it_ends_with_0_in_bounded_time(tmp_path: Path, number: int)
         while part := client.recv(65536):
             received += part
         assert b'{"error":"the server is shutting down"}' in received
-        assert running.process.wait(30) == 0  # the answer would go on for longer
+        assert running.process.wait(60) == 0  # the answer would go on for longer
         wait_until(lambda: gone(family))
         errors = running.process.communicate()[1]
         assert "Traceback" not in errors
@@ -133,7 +133,7 @@ def test_told_to_end_it_ends_with_0_in_bounded_time(tmp_path: Path, number: int)
 def test_idle_it_ends_itself(tmp_path: Path) -> None:
     with program(tmp_path, "0.5") as running:
         family = running.family()
-        assert running.process.wait(30) == 0
+        assert running.process.wait(60) == 0
         wait_until(lambda: gone(family))
 
 

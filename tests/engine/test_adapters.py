@@ -33,7 +33,7 @@ def alone(number_of_blocks: int = 64, **fields: object) -> list[int]:
     return outcome.answer
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     asked=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 0.5, 0.0]), st.integers(0, 12)), min_size=2, max_size=8),
     n_blocks=st.integers(6, 40),

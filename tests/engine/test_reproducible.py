@@ -52,7 +52,7 @@ def alone(prompt: tuple[int, ...], number: int, limit: int) -> tuple[str, tuple[
     return outcome.text, tuple(outcome.tokens)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     asked=st.lists(
         st.tuples(

@@ -274,7 +274,7 @@ def test_where_nothing_is_kept_it_is_refused() -> None:
 
 
 @example(seed=111, n_blocks=8, max_batch=40, most_blocks=60)  # the pool just holds it, its last block goes on in the tree
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 10_000), n_blocks=st.integers(8, 40), max_batch=st.integers(4, 64), most_blocks=st.integers(2, 60))
 def test_never_another_answer(tmp_path: Path, seed: int, n_blocks: int, max_batch: int, most_blocks: int) -> None:
     """Random conversations over several lives, with a pool and a folder that are too small, cancelled now and then, with drafts."""

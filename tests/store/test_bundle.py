@@ -68,7 +68,7 @@ def test_is_a_tar_of_the_folder(full: Store, tmp_path: Path) -> None:
     assert Store(tmp_path / "unpacked").get("me/b:x").system == "two"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_goes_on_at_any_offset(full: Store, data: st.DataObject) -> None:
     bundle = Bundle(full, ["a", "me/b:x"])
@@ -77,7 +77,7 @@ def test_goes_on_at_any_offset(full: Store, data: st.DataObject) -> None:
     assert b"".join(bundle.chunks(start)) == whole[start:]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(cut=st.floats(0, 0.999))
 def test_cut_short_at_any_place(full: Store, tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
     data = exported(full, "a", "me/b:x")
@@ -91,7 +91,7 @@ def test_cut_short_at_any_place(full: Store, tmp_path_factory: pytest.TempPathFa
     assert contents(target) == contents(full)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(place=st.floats(0, 1), value=st.integers(1, 255))
 def test_any_changed_byte(full: Store, tmp_path_factory: pytest.TempPathFactory, place: float, value: int) -> None:
     """Whatever is imported of a damaged bundle is what was exported."""

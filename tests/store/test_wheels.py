@@ -125,7 +125,7 @@ Store(Path({str(store.root)!r})).pull("tiny", lambda line: None, lambda: False)
         assert index.halfway.wait(60)
     finally:
         daemon.kill()
-        daemon.wait(30)
+        daemon.wait(60)
     assert index.gone.wait(60), "pip outlived the process that started it"
 
 
