@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,14 @@ from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
-"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once (-d: a d-th of
-those left), 40 and 48 when the caller's thread began with it and had nothing left to take (timed programs only), 64 pass << 32 | next
-chunk, 72 chunks done, 80 and 88 what the pass to come has at 16 and 32."""
-BEGAN, ENDED = 40 // 8, 48 // 8
+"""Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once (-d: a d-th of those left),
+40 pass << 32 | next chunk, 48 chunks done, 64 and 72 when the caller's thread began with it and had nothing left to take (timed programs
+only). All that threads hand to each other in a pass is one cache line; processors may bring its neighbour along, so nobody else has that.
+"""
+CHUNKS, DONE, BEGAN, ENDED = 16 // 8, 48 // 8, 64 // 8, 72 // 8
 WORDS = INSTRUCTION // 8
+ASK_AHEAD = 16 * INSTRUCTION
+"""Bytes between the row whose counter is set and the one that is asked for: about as many lines as a core can wait for at a time."""
 SPINS_BEFORE_YIELD = 4_000
 SPINS_BETWEEN_PASSES = 8_000
 """About 0.2 ms: as long as the engine needs between two passes; then a worker sleeps."""
@@ -49,8 +52,8 @@ def replay(isa: Any, timed: int = 0) -> Any:
         for i in range(first, end):
             row = program + i * INSTRUCTION
             spins = 0
-            while atomic_load(row + 72) < load_i64(row + 16):
-                if (atomic_load(row + 64) >> 32) != epoch:
+            while atomic_load(row + 48) < load_i64(row + 16):
+                if (atomic_load(row + 40) >> 32) != epoch:
                     return False
                 pause()
                 spins += 1
@@ -70,8 +73,11 @@ def replay(isa: Any, timed: int = 0) -> Any:
                 waited = i
             if timed and thread == 0:
                 store_scalar(row + 8 * BEGAN, ticks())
+            # Read before others write into the same line.
+            kernel = load_i64(row)
+            args = load_i64(row + 8)
             while True:
-                held = atomic_load(row + 64)
+                held = atomic_load(row + 40)
                 if (held >> 32) != epoch:
                     return
                 chunk = held & 0xFFFFFFFF
@@ -80,10 +86,10 @@ def replay(isa: Any, timed: int = 0) -> Any:
                     break
                 grain = load_i64(row + 32)
                 taken = min(left, grain) if grain > 0 else max(1, left // -grain)
-                if compare_and_swap(row + 64, held, held + taken):
+                if compare_and_swap(row + 40, held, held + taken):
                     for c in range(chunk, chunk + taken):
-                        call_kernel(load_i64(row), load_i64(row + 8), head, c, thread)
-                    atomic_add(row + 72, taken)
+                        call_kernel(kernel, args, head, c, thread)
+                    atomic_add(row + 48, taken)
             if timed and thread == 0:
                 store_scalar(row + 8 * ENDED, ticks())
         # The caller reads what was computed as soon as this returns, so chunks that others still hold are waited for here too.
@@ -120,19 +126,25 @@ def follow(isa: Any) -> Any:
 
 
 def publish(isa: Any) -> Any:
-    """The next pass, for whoever follows: args = state words, head = program, chunk = its rows, thread = the pass's number."""
-    from localrun.kernels_cpu.atomics import atomic_add, fence
+    """The next pass, for whoever follows: args = state words, head = program, chunk = its rows, thread = the pass's number.
+
+    The lines of the rows lie in other cores' caches: they are asked for some way ahead, or each would be waited for.
+    """
+    from localrun.kernels_cpu.atomics import atomic_add, fence, prefetch_to_write
     from localrun.kernels_cpu.simd import load_i64, store_scalar
 
     def kernel(args: int, program: int, n: int, epoch: int) -> None:
         for row in range(program, program + n * INSTRUCTION, INSTRUCTION):
-            store_scalar(row + 64, epoch << 32)
+            prefetch_to_write(row + ASK_AHEAD)
+            store_scalar(row + 40, epoch << 32)
         # From here on a thread still in an earlier pass can take nothing, whatever the counts become.
         fence()
-        for row in range(program, program + n * INSTRUCTION, INSTRUCTION):
-            store_scalar(row + 72, 0)
-            store_scalar(row + 16, load_i64(row + 80))
-            store_scalar(row + 32, load_i64(row + 88))
+        chunks = load_i64(args + 48)
+        for i in range(n):
+            row = program + i * INSTRUCTION
+            store_scalar(row + 48, 0)
+            store_scalar(row + 16, load_i64(chunks + i * 8))
+            store_scalar(row + 32, load_i64(chunks + (n + i) * 8))
         store_scalar(args + 8, program)
         store_scalar(args + 16, n)
         atomic_add(args, 1)
@@ -145,6 +157,13 @@ def specs() -> list[KernelSpec]:
     return [KernelSpec("team", name) for name in ("replay", "follow", "publish")]
 
 
+def table_of(rows: int) -> NDArray[np.int64]:
+    """An empty program: int64 (rows, WORDS), zeros."""
+    whole = np.zeros((rows + 1) * WORDS, np.int64)
+    start = -whole.ctypes.data % INSTRUCTION // 8
+    return whole[start : start + rows * WORDS].reshape(rows, WORDS)
+
+
 def _yield_function() -> int:
     """Address of the C function that gives the rest of a time slice away."""
     if sys.platform == "win32":
@@ -152,6 +171,16 @@ def _yield_function() -> int:
     else:
         function = ctypes.CDLL(None).sched_yield
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class _Known(NamedTuple):
+    """A program that a team has run, with the addresses, which NumPy takes as long to tell as ten other calls."""
+
+    program: NDArray[np.int64]
+    address: int
+    sizes: NDArray[np.int64]
+    """(2, rows): chunks and grains of the pass to come."""
+    sizes_address: int
 
 
 class Team:
@@ -167,14 +196,17 @@ class Team:
         replay_address = addresses[replaying]
         self._replay = entry(replay_address)
         self._follow = entry(addresses[KernelSpec("team", "follow")])
-        self._publish = entry(addresses[KernelSpec("team", "publish")])
+        # Too short for the interpreter to be given away meanwhile.
+        self._publish = ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 4)(addresses[KernelSpec("team", "publish")])
         self.n_threads = n_threads
         self._header = header
         # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as it.
         self._library = library
-        self._programs: dict[int, tuple[NDArray[np.int64], int]] = {}
-        """By id: each with its address, which NumPy takes as long to tell as ten other calls."""
-        # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay, 5 members of the pass; then, a cache line each, the last pass of each thread
+        self._programs: dict[int, _Known] = {}
+        """By id."""
+        self._epoch = 0
+        # words: 0 pass, 1 program, 2 rows, 3 yield, 4 replay, 5 members of the pass, 6 its chunks and grains (for `publish` alone); then, a
+        # cache line each, the last pass of each thread
         self._state = np.zeros(8 * (n_threads + 2), np.int64)
         self._state[3] = _yield_function()
         self._state[4] = replay_address
@@ -187,25 +219,29 @@ class Team:
             worker.start()
 
     def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1, members: int = 0) -> None:
-        """Runs `program` (int64 (rows, WORDS)), row i in chunks[i] chunks, grains[i] of which a thread takes at once: small ones would cost
-        more to take than to do. A grain of -d: a d-th of what is left, so that threads go long ways through memory and still end together.
+        """Runs `program` (from table_of), row i in chunks[i] chunks, grains[i] of which a thread takes at once: small ones would cost more
+        to take than to do. A grain of -d: a d-th of what is left, so that threads go long ways through memory and still end together.
         members: how many threads take part, 0: all. Returns when all are done.
         """
         members = members or self.n_threads
-        epoch = int(self._state[0]) + 1
-        known = self._programs.get(id(program))
-        if known is None:
-            known = self._programs[id(program)] = program, program.ctypes.data
-        program[:, 10] = chunks
-        program[:, 11] = grains
+        known = self._programs.get(id(program)) or self._remember(program)
+        known.sizes[0] = chunks
+        known.sizes[1] = grains
+        self._epoch += 1
         # A worker may see this before the pass that it is for, and joins or leaves the one before, which is over.
         self._state[5] = members
-        self._publish(self._addresses[0], known[1], len(program), epoch)
+        self._state[6] = known.sizes_address
+        self._publish(self._addresses[0], known.address, len(program), self._epoch)
         for i in range(1, members):
             if self._asleep[i]:
                 self._asleep[i] = False
                 self._wake[i].release()
-        self._replay(*self._addresses, epoch, 0)
+        self._replay(*self._addresses, self._epoch, 0)
+
+    def _remember(self, program: NDArray[np.int64]) -> _Known:
+        sizes = np.zeros((2, len(program)), np.int64)
+        known = self._programs[id(program)] = _Known(program, program.ctypes.data, sizes, sizes.ctypes.data)
+        return known
 
     def _work(self, thread: int) -> None:
         """A worker: sleeps on its semaphore, wakes for a pass, follows as long as passes come quickly."""

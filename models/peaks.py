@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import WORDS, Team
+from localrun.kernels_cpu.team import Team, table_of
 from localrun.models.model import PEAK
 
 KERNEL = KernelSpec("peaks", "peaks", (PEAK,))
@@ -22,7 +22,7 @@ class Peaks:
         self._args = np.zeros(7, np.int64)
         self._args[2], self._args[5], self._args[6] = n_vocab, _PARTS, -(-n_blocks // _PARTS)
         self._out = np.zeros((0, n_blocks), np.float32)
-        self._program = np.zeros((1, WORDS), np.int64)
+        self._program = table_of(1)
         self._program[0, 0], self._program[0, 1] = address, self._args.ctypes.data
 
     def of(self, logits: NDArray[np.float32], team: Team) -> NDArray[np.float32]:

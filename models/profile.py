@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localrun.kernels_cpu.team import BEGAN, ENDED
+from localrun.kernels_cpu.team import BEGAN, CHUNKS, ENDED
 from localrun.models.program import Program
 
 
@@ -50,7 +50,7 @@ class Profile:
         began, ended = self._program.table[:, BEGAN], self._program.table[:, ENDED]
         self._working += ended - began
         self._waiting[:-1] += began[1:] - ended[:-1]
-        self._calls += self._program.table[:, 2] > 0
+        self._calls += self._program.table[:, CHUNKS] > 0
         self.passes += 1
         # Two readings of both clocks, far apart, tell how long a tick is.
         now = int(ended[-1]), time.perf_counter()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import head, lora_sizes
 from localrun.kernels_cpu.activation_sizes import META, SUPER, tile_bytes
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import WORDS
+from localrun.kernels_cpu.team import table_of
 from localrun.models.program import (
     HOST,
     MAX_RANK,
@@ -223,7 +223,7 @@ class Recording:
             instructions, adapted = self._with_adapters(adapters)
         logits = next((i for i, instruction in enumerate(instructions) if instruction is self._logits), -1)
         n = len(instructions)
-        table = np.zeros((n, WORDS), np.int64)
+        table = table_of(n)
         args = np.zeros((n, ARGS), np.int64)
         waits = 0
         for i, instruction in enumerate(instructions):

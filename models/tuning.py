@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head
 from localrun.kernels_cpu.shapes import DEFAULT, MATRIX_FROM, NEVER, QUARTERS, SHARES, Shape
-from localrun.kernels_cpu.team import WORDS, Team
+from localrun.kernels_cpu.team import Team, table_of
 from localrun.models.program import MATRIX_FROM as MATRIX_FROM_AT
 from localrun.models.program import RULES, STEADY, WIDE_FROM, Program
 
@@ -148,7 +148,7 @@ class Matrices:
         """Matrices of one sample."""
         self._part = min(1.0, SAMPLE_BYTES / size[shape])
         """Of a matrix, where one is more than enough."""
-        self._tables = [np.zeros((self._each, WORDS), np.int64) for _ in range(len(self._at) // self._each)]
+        self._tables = [table_of(self._each) for _ in range(len(self._at) // self._each)]
         for k, table in enumerate(self._tables):
             table[:] = program.table[self._at[k * self._each : (k + 1) * self._each]]
             # One behind the other, as in a pass.

@@ -17,7 +17,7 @@ from localrun.kernels_cpu.formats import FORMATS
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.sizes import PACKINGS, Packing
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import WORDS, Team
+from localrun.kernels_cpu.team import Team, table_of
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, TensorInfo
 from localrun.models.memory import HUGE_PAGE, anonymous, available
@@ -287,7 +287,7 @@ class Weights:
         addresses = library.load(self.kernels())
         done, total = 0, self.packed_bytes
         for portion in _portions(self._asked):
-            program = np.zeros((len(portion), WORDS), np.int64)
+            program = table_of(len(portion))
             args = np.zeros((len(portion), 8), np.int64)
             chunks = np.zeros(len(portion), np.int64)
             for i, (weight, first, n) in enumerate(portion):

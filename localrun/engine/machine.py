@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import head, isa, measure_sizes
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import WORDS, Team
+from localrun.kernels_cpu.team import Team, table_of
 from localrun.models.memory import HUGE_PAGE, anonymous
 
 CHUNK = 1 << 20
@@ -90,7 +90,7 @@ class Yardstick:
         return Machine(self.isa.name, self.n_threads, self.read_bytes_s(), self.multiply_adds_s())
 
     def _run(self, spec: KernelSpec, args: NDArray[np.int64], chunks: int) -> None:
-        program = np.zeros((1, WORDS), np.int64)
+        program = table_of(1)
         program[0, 0], program[0, 1] = self._addresses[spec], args.ctypes.data
         self._team.run(program, np.array([chunks], np.int64))
 

@@ -15,7 +15,7 @@ from localrun.kernels_cpu.compile import inspect_asm
 from localrun.kernels_cpu.inspect import instructions
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import WORDS, Team
+from localrun.kernels_cpu.team import DONE, Team, table_of
 
 COPY = KernelSpec("elementwise", "norm")
 """Kind 'none' with reader 'f': copies row t of x to row t of the reader."""
@@ -36,7 +36,7 @@ def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrar
     header = np.zeros(20, np.int64)
     header[0] = rows
     buffers = np.zeros((depth + 1, rows, width), np.float32)
-    program = np.zeros((depth, WORDS), np.int64)
+    program = table_of(depth)
     args = np.zeros((depth, 24), np.int64)
     address = library.address(COPY)
     for i in range(depth):
@@ -50,7 +50,7 @@ def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrar
             team.run(program, np.full(depth, rows))
             # Looked at at once, last row first: it is the one that a missing wait leaves unfinished.
             assert np.array_equal(buffers[depth][::-1], buffers[0][::-1]), seed
-            assert (program[:, 9] == rows).all()
+            assert (program[:, DONE] == rows).all()
     finally:
         team.close()
 
@@ -66,7 +66,7 @@ def test_every_chunk_is_taken_once_however_many_at_a_time(library: KernelLibrary
     args = np.zeros(24, np.int64)
     args[:3] = [x.ctypes.data, width * 4, width]
     args[13:15] = [y.ctypes.data, width * 4]
-    program = np.zeros((1, WORDS), np.int64)
+    program = table_of(1)
     program[0, :2] = [library.address(COPY), args.ctypes.data]
     team = Team(library, threads, header)
     try:
@@ -75,7 +75,7 @@ def test_every_chunk_is_taken_once_however_many_at_a_time(library: KernelLibrary
             team.run(program, np.array([n]), np.array([grain]))
             assert np.array_equal(y[:n], x[:n])
             assert not y[n:].any()
-            assert program[0, 9] == n
+            assert program[0, DONE] == n
     finally:
         team.close()
 
@@ -85,7 +85,7 @@ def test_passes_with_fewer_members(library: KernelLibrary) -> None:
     rows, large = 64, 1 << 20
     header = np.zeros(20, np.int64)
     memory = np.ones(rows * large, np.uint8)
-    program = np.zeros((1, WORDS), np.int64)
+    program = table_of(1)
     team = Team(library, 4, header)
     try:
         seen: set[int] = set()
@@ -100,7 +100,7 @@ def test_passes_with_fewer_members(library: KernelLibrary) -> None:
             args = np.array([memory.ctypes.data, 4096 if turn < 400 else large, sums.ctypes.data], np.int64)
             program[0, :2] = [library.address(READ), args.ctypes.data]
             team.run(program, np.array([rows]), members=members)
-            assert program[0, 9] == rows
+            assert program[0, DONE] == rows
             wrote = {int(i) for i in np.flatnonzero(sums.any(axis=1))}
             assert wrote <= set(range(members or 4)), (turn, members)
             seen |= wrote
@@ -116,7 +116,7 @@ def test_fewer_chunks_than_threads_and_none_at_all(library: KernelLibrary) -> No
     args = np.zeros(24, np.int64)
     args[:3] = [x.ctypes.data, 256, 64]
     args[13:15] = [y.ctypes.data, 256]
-    program = np.zeros((1, WORDS), np.int64)
+    program = table_of(1)
     program[0, :2] = [library.address(COPY), args.ctypes.data]
     team = Team(library, 4, header)
     try:
