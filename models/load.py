@@ -20,6 +20,7 @@ from localrun.kernels_cpu.attention_sizes import PART
 from localrun.kernels_cpu.library import CompileError, KernelLibrary
 from localrun.kernels_cpu.shapes import DEFAULT, Shape, ShapesFile
 from localrun.kernels_cpu.spec import KernelSpec
+from localrun.models.batch import KERNEL as PLACE
 from localrun.models.batch import BatchRows
 from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
@@ -100,6 +101,9 @@ class RecordedModel:
         self._tuned: dict[str, Shape] = {}
         self._few, self._many = info.n_threads, info.n_threads_batch
         """Threads of a pass of one row, and of others."""
+        self._size: tuple[object, ...] = ()
+        """On which the chunks and grains of the latest pass depend; most passes are like the one before."""
+        self._chunks = self._grains = np.zeros(0, np.int64)
         self._use(shapes.read(program.weight_types) if shapes is not None else {})
         self._tables = tables
         self._cards = cards
@@ -107,8 +111,9 @@ class RecordedModel:
         self._n_blocks = 0
         self._state = np.zeros((0, 0), np.uint8)
         self._partial = np.zeros(64, np.uint8)
+        self._set(head.PARTIAL, self._partial.ctypes.data)
         self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
-        self._rows = BatchRows(info.max_batch + SPARE_ROWS, header, info.n_vocab, program.max_positions)
+        self._rows = BatchRows(library.address(PLACE), header, info.max_batch, SPARE_ROWS, info.n_vocab, program.max_positions)
         self._peaks = Peaks(library.address(PEAKS), info.n_vocab)
         self._latest = 0
         """Rows of logits that the last pass gave."""
@@ -189,12 +194,9 @@ class RecordedModel:
         """
         if self._weights is None:
             raise RuntimeError("the model is closed")
-        tokens = sum(len(span.tokens) for span in spans)
-        if not 0 < tokens <= self.info.max_batch:
-            raise ValueError(f"a batch of {tokens} rows; 1 to {self.info.max_batch} are possible")
         rows = self._rows
         firsts = rows.fill(spans, wanted, self._n_blocks)
-        outputs, longest = rows.outputs, rows.longest
+        tokens, outputs, longest = rows.tokens, rows.outputs, rows.longest
         for row, span in zip(firsts, spans, strict=True):
             if span.images or span.adapter:
                 self._check(span)
@@ -208,25 +210,16 @@ class RecordedModel:
             self._set(head.ROPE + 8 * i, angles.address(longest))
         if self.info.state_bytes:
             self._place_state(spans)
-        self._set(head.TOKENS, tokens)
-        self._set(head.OUTPUTS, outputs)
-        self._set(head.N_TILES, rows.tiles)
         members = self._few if tokens == 1 else self._many
         parts = self._parts(tokens, rows.tiles, longest, members)
-        chunks = self._program.chunks(tokens, outputs, rows.tiles, parts, len(spans))
-        if self._adapters is not None:
-            self._adapters.skip_idle(chunks, any(span.adapter for span in spans))
-        if self._recorder.images is not None and not any(span.images for span in spans):
-            chunks[self._program.names_at(PLACE_IMAGES)] = 0
-        if pooling:
-            chunks[self._program.logits_only] = 0
-        else:
+        if not pooling:
             self._room_for_logits(outputs)
-            chunks[self._program.head] = 0
-            if not outputs and self._program.logits >= 0:
-                chunks[self._program.logits] = 0
-        chunks[list(skip)] = 0
-        grains = self._program.grains(chunks, members, tokens)
+        adapted, seen = any(span.adapter for span in spans), any(span.images for span in spans)
+        size = tokens, outputs, rows.tiles, parts, len(spans), members, pooling, adapted, seen, skip
+        if size != self._size:
+            self._cut(*size)
+            self._size = size
+        chunks, grains = self._chunks, self._grains
         if self._cards is None:
             self._team.run(self._program.table, chunks, grains, members)
             if self.profile:
@@ -244,6 +237,28 @@ class RecordedModel:
         if cut < len(chunks):
             self._team.run(behind, chunks[cut:], grains[cut:], members)
         return outputs
+
+    def _cut(
+        self, tokens: int, outputs: int, tiles: int, parts: int, spans: int, members: int, pooling: bool, adapted: bool, seen: bool,
+        skip: Sequence[int],
+    ) -> None:
+        """Into how many chunks each instruction is cut, 0: it is left out, and how many a thread takes at once.
+
+        adapted, seen: whether there are adapters, images; the rest as in `_run`.
+        """
+        chunks = self._program.chunks(tokens, outputs, tiles, parts, spans)
+        if self._adapters is not None:
+            self._adapters.skip_idle(chunks, adapted)
+        if self._recorder.images is not None and not seen:
+            chunks[self._program.names_at(PLACE_IMAGES)] = 0
+        if pooling:
+            chunks[self._program.logits_only] = 0
+        else:
+            chunks[self._program.head] = 0
+            if not outputs and self._program.logits >= 0:
+                chunks[self._program.logits] = 0
+        chunks[list(skip)] = 0
+        self._chunks, self._grains = chunks, self._program.grains(chunks, members, tokens)
 
     def _place_images(self, rows: ImageRows, row: int, span: Span) -> None:
         """Names the images' rows of a span that begins at `row`, and what each row sees."""
@@ -285,8 +300,8 @@ class RecordedModel:
             parts = 1
         elif (size := tiles * parts * self._program.partial_bytes + 64) > len(self._partial):
             self._partial = np.zeros(size, np.uint8)
+            self._set(head.PARTIAL, self._partial.ctypes.data)
         self._set(head.PARTS, parts)
-        self._set(head.PARTIAL, self._partial.ctypes.data)
         return parts
 
     def _check(self, span: Span) -> None:
@@ -306,8 +321,8 @@ class RecordedModel:
         if rows > len(self._logits):
             size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
             self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
-        if self._program.logits >= 0:
-            self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
+            if self._program.logits >= 0:
+                self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
 
     def read_adapter(self, paths: Sequence[Path | str]) -> Adapter:
         """See Model."""
@@ -338,12 +353,14 @@ class RecordedModel:
             program.use(self._tuned)
             self._tuning = None
             self._program, self._adapters = program, adapters
+        self._size = ()
         return self._adapters.add(adapter)
 
     def remove_adapter(self, number: int) -> None:
         """See Model."""
         if self._adapters is not None:
             self._adapters.remove(number)
+            self._size = ()
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -353,6 +370,7 @@ class RecordedModel:
     def _use(self, shapes: dict[str, Shape]) -> None:
         self._tuned |= shapes
         self._program.use(self._tuned)
+        self._size = ()
         if self._free:
             self._few = self._tuned.get(self._program.most_read(), DEFAULT).members(self.info.n_threads)
 
@@ -478,7 +496,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     if options.images and not recorder.image_row.width:
         raise ModelFileError(gguf.path, "general.architecture", f"images are not supported in {gguf.architecture} models")
     program = recorder.finish()
-    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS], progress)
+    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS, PLACE], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
     header = np.zeros(head.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header, timed=options.timed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ Progress = Callable[[str, int, int], None]
 """(stage, done, total)"""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Successive tokens of one sequence in a batch.
 
     tokens: int32 (n,); start: position of the first of them, all earlier positions being in the KV cache already;

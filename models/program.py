@@ -228,7 +228,7 @@ class Program:
         factor = self.factor
         if tokens >= MANY:
             # As many rows as there are decide in the kernel, too; see matmul.py.
-            rows = np.array([0] * 6 + [tokens, outputs])
+            rows = np.array([-1] * 6 + [tokens, outputs])
             factor = np.where(rows[self.rule] >= self.args[:, MATRIX_FROM], self.large_factor, factor)
         chunks: NDArray[np.int64] = np.minimum(factor * units[self.rule], self.most)
         return chunks

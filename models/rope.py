@@ -105,10 +105,12 @@ class AngleTable:
     def __init__(self, of: Rope | Temperature) -> None:
         self.of = of
         self._table = np.zeros((0, of.values), np.float32)
+        self._address = 0
 
     def address(self, positions: int) -> int:
         """Address of the table, valid for positions 0..positions-1 and until the next call."""
-        return int(self.rows(positions).ctypes.data)
+        self.rows(positions)
+        return self._address
 
     def rows(self, positions: int) -> NDArray[np.float32]:
         """The table itself, for at least so many positions."""
@@ -117,4 +119,5 @@ class AngleTable:
             size = max(FIRST_POSITIONS, 2 * have, positions)
             fresh = self.of.table(np.arange(have, size, dtype=np.int64)).astype(np.float32)
             self._table = np.concatenate([self._table, fresh])
+            self._address = self._table.ctypes.data
         return self._table

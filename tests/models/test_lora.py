@@ -142,6 +142,21 @@ def test_neighbours_with_other_adapters_change_no_bit(llama: RecordedModel, tmp_
     assert np.array_equal(bits(np.concatenate(step_by_step)), bits(alone[0]))
 
 
+def test_what_comes_and_goes_between_two_passes_of_one_size(llama: RecordedModel, tmp_path: Path) -> None:
+    base, tokens = path_of("llama", "f32"), reference_of("llama", "f32").tokens[:10]
+    files = [adapter_bytes(base, [name], seed=1) for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight")]
+    plain = answer(llama, span(tokens))
+    first = add(llama, tmp_path, files[0])
+    one = answer(llama, span(tokens, first))
+    other = answer(llama, span(tokens, add(llama, tmp_path, files[1])))
+    llama.remove_adapter(first)
+    again = answer(llama, span(tokens, add(llama, tmp_path, files[0])))
+    assert np.array_equal(bits(again), bits(one))
+    for got, data in ((one, files[0]), (other, files[1])):
+        want = merged_answer("llama", "f32", tmp_path, tokens, (data, 1.0))
+        assert np.abs(got - want).max() <= SAME * want.std() < np.abs(got - plain).max()
+
+
 def test_only_the_last_rows_logits_are_asked_for(llama: RecordedModel, tmp_path: Path) -> None:
     """The output matrix works on rows of its own numbering."""
     number = add(llama, tmp_path, adapter_bytes(path_of("llama", "f32"), ["output.weight"]))
