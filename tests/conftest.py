@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, settings
 
 # How long an example takes says something of the machine, and nothing of what is tested.
 # A test that names checks of its own names this one, too: its list takes the place of the profile's.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# What is tested is what has been changed, and not what luck there is: examples are the same in every run, and differ between tests.
+# New ones are searched for by `pytest --hypothesis-profile=search`.
+settings.register_profile("every run", settings.get_profile("search"), derandomize=True)
+settings.load_profile("every run")
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT.parent / "shared" / "conformance"

@@ -66,7 +66,7 @@ def test_no_request_is_answered_with_5xx(served: Daemon, document: dict[str, Any
     if mode is GenerationMode.NEGATIVE and route.body is None:
         return
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode), tame=st.booleans())
     def ask(case: Any, tame: bool) -> None:
         body = tamed(case.body, route.body) if tame or mode is GenerationMode.POSITIVE else case.body
