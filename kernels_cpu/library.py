@@ -125,7 +125,11 @@ def cache_folder(root: Path, isa: Isa) -> Path:
 
 def image_path(root: Path, isa: Isa, spec: KernelSpec) -> Path:
     """Where the kernel's image is kept under `root`, as it is made from the sources as they are now."""
-    return cache_folder(root, isa) / f"{spec.name}.{_fingerprint(spec.module)}.image"
+    return cache_folder(root, isa) / _file_name(spec)
+
+
+def _file_name(spec: KernelSpec) -> str:
+    return f"{spec.name}.{_fingerprint(spec.module)}.image"
 
 
 def _write(path: Path, image: Image) -> None:
@@ -157,7 +161,11 @@ def worker() -> None:
         job = json.loads(line)
         try:
             spec = KernelSpec(job["module"], job["factory"], tuple(job["params"]))
-            _write(Path(job["path"]), compile_image(spec, isas.build(job["isa"])))
+            made = compile_image(spec, isas.build(job["isa"]))
+            # Who works on kernels changes them while they are compiled; what then came out must not be taken for what was asked for.
+            if Path(job["path"]).name != _file_name(spec):
+                raise CompileError("localrun's own files have changed since it was started; start it again")
+            _write(Path(job["path"]), made)
             answer: dict[str, str] = {}
         except Exception as error:  # reported to the parent, which raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
