@@ -66,7 +66,7 @@ def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
 def test_what_changed_sources_give_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when somebody edits a kernel while it is compiled: its code would be found under the name of what it was before."""
     monkeypatch.setattr(library, "_fingerprint", lambda module: "of before")
-    with pytest.raises(CompileError, match="kernel team-follow: .*have changed since it was started; start it again"):
+    with pytest.raises(CompileError, match=r"kernel team-follow: .*have changed since it was started; start it again"):
         ensure_compiled([FOLLOW], isa.select(), tmp_path)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
