@@ -52,7 +52,7 @@ def bench(
       localrun bench smollm2 --profile --parallel 8
       localrun bench smollm2 --tune again
     """
-    command = [sys.executable, "-m", "localrun.engine.bench", "-o", "json" if as_json else "md"]
+    command = [sys.executable, "-P", "-m", "localrun.engine.bench", "-o", "json" if as_json else "md"]
     given = {"-p": n_prompt, "-n": n_gen, "-d": n_depth, "-b": batch_size, "-np": parallel, "-t": threads, "-r": str(repetitions)}
     given |= {"-ctk": cache_type, "--isa": isa, "--pack": pack, "--tune": tune, "-tb": threads_batch}
     for name, value in given.items():

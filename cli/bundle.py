@@ -161,7 +161,7 @@ def wheels(folder: Path) -> None:
     root = Path(localrun.__file__).resolve().parent.parent
     what = str(root) if (root / "pyproject.toml").is_file() else f"localrun=={__version__}"
     say(f"collecting wheels in {folder}")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--wheel-dir", str(folder), what]
+    command = [sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--wheel-dir", str(folder), what]
     if subprocess.run(command, check=False).returncode:
         raise CliError("pip could not collect the wheels; what it said is above")
     text = (

@@ -40,7 +40,7 @@ def quantize(
     if target.exists() and target.resolve() == source.resolve():
         raise CliError(f"{target} is the file to read; name another one to write")
     module = "localrun.convert" if source.is_dir() else "localrun.quantize"
-    command = [sys.executable, "-m", module, "--json", "--threads", str(threads), *(["--imatrix", str(imatrix)] if imatrix else [])]
+    command = [sys.executable, "-P", "-m", module, "--json", "--threads", str(threads), *(["--imatrix", str(imatrix)] if imatrix else [])]
     command += [*(["--requantize"] if requantize else []), "--", str(source), str(target), type_name]
     package_root = Path(localrun.__file__).resolve().parent.parent
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=for_daemon(package_root)) as child:

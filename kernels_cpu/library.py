@@ -177,7 +177,7 @@ def _feed(jobs: queue.SimpleQueue[dict[str, Any]], answers: queue.SimpleQueue[di
     """Runs one compiling process until there are no jobs left."""
     import subprocess
 
-    command = [sys.executable, "-c", "from localrun.kernels_cpu.library import worker; worker()"]
+    command = [sys.executable, "-P", "-c", "from localrun.kernels_cpu.library import worker; worker()"]
     package_root = str(Path(localrun.__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     try:

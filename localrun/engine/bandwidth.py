@@ -29,7 +29,7 @@ def bandwidth(cache: Path, n_threads: int) -> float:
     if age < _FRESH_S:
         return best
     try:
-        command = [sys.executable, "-m", "localrun.engine.bandwidth", str(n_threads), str(cache)]
+        command = [sys.executable, "-P", "-m", "localrun.engine.bandwidth", str(n_threads), str(cache)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, stdin=subprocess.DEVNULL)
         speed = max(best, float(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError):

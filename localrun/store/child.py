@@ -28,7 +28,7 @@ def make_blob(
     draft = blobs.draft()
     try:
         command = [str(draft) if one == "OUT" else str(one) for one in arguments]
-        _run([sys.executable, "-m", module, *command, "--json"], status, progress, cancelled, param)
+        _run([sys.executable, "-P", "-m", module, *command, "--json"], status, progress, cancelled, param)
         return blobs.take(draft)
     finally:
         for left in draft.parent.glob(f".{draft.name}.*"):

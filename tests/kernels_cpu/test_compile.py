@@ -48,6 +48,14 @@ def test_what_is_cached_is_not_compiled_again(cache: Path, monkeypatch: pytest.M
         ensure_compiled([FOLLOW, REPLAY], isa.select(), cache)
 
 
+def test_the_folder_it_happens_to_start_in_is_not_searched_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("localrun", "numba"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong one')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    ensure_compiled([FOLLOW], isa.select(), tmp_path / "cache")
+
+
 def test_progress_counts_what_is_missing(cache: Path, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     ensure_compiled([REPLAY, FOLLOW, REPLAY], isa.select(), tmp_path, progress=lambda *step: steps.append(step))
