@@ -235,17 +235,20 @@ async def _answer(
     for watch in gathered.watches:
         x.stack.callback(watch.close)
     while not gathered.complete:
-        lines: list[dict[str, Any]] = []
-        # What has come in the meantime goes out together.
-        while True:
-            lines += await _next(gathered, events, reply if framing else None)
-            if not events.ready() or gathered.complete:
-                break
-        if framing is None:
-            continue
-        if not x.has_begun:
-            await x.begin(framing, dropped_headers(gathered))
-        await x.chunks(lines)
+        # What has come in the meantime goes out together, also what came before an error: of how much comes at a time no reply depends.
+        lines = await _next(gathered, events, reply if framing else None)
+        failure: LocalrunError | None = None
+        while failure is None and events.ready() and not gathered.complete:
+            try:
+                lines += await _next(gathered, events, reply if framing else None)
+            except LocalrunError as error:
+                failure = error
+        if framing is not None:
+            if not x.has_begun:
+                await x.begin(framing, dropped_headers(gathered))
+            await x.chunks(lines)
+        if failure is not None:
+            raise failure
     gathered.note()
     if framing is None:
         await x.json(reply.whole(gathered.answers, gathered.done))

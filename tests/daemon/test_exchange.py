@@ -13,10 +13,14 @@ import pytest
 from fastapi import Request
 
 from localrun.api.routes import Route
+from localrun.api.ollama import OllamaReply
 from localrun.daemon import exchange
 from localrun.daemon.exchange import Exchange
+from localrun.daemon.generation import _answer
 from localrun.daemon.metrics import Metrics
+from localrun.daemon.runners import Stream
 from localrun.errors import BadRequest, LocalrunError
+from localrun.messages import Failed, Generate, Piece, Started
 
 CHAT = Route("POST", "/api/chat", "chat", "ollama", None, "")
 V1 = Route("POST", "/v1/chat/completions", "v1_chat", "openai", None, "")
@@ -159,3 +163,32 @@ async def test_errors_after_the_first_chunk_end_the_stream_properly() -> None:
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "broken"
     assert (done, rest) == (b"data: [DONE]", b"")
     assert native.taken[-1]["more_body"] is v1.taken[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("framing", ["ndjson", None])
+async def test_what_came_before_an_error_is_sent_also_when_the_error_comes_with_it(together: bool, framing: Any) -> None:
+    """As it does on a busy machine, where the daemon finds several events at once."""
+    runner: Any = SimpleNamespace(cancel=lambda request_id: None)
+    stream = Stream(runner, ["a"])
+    resident: Any = SimpleNamespace(slots=None, runner=SimpleNamespace(open=lambda requests: stream))
+
+    async def handler(x: Exchange, body: Any) -> None:
+        x.noted["model"] = "tiny"
+        await _answer(x, resident, [Generate(request_id="a", prompt="x")], OllamaReply("tiny", chat=True), framing)
+
+    async def arrive() -> None:
+        started = Started(request_id="a", prompt_tokens=1, cached_tokens=0, seed=1)
+        for event in (started, Piece(request_id="a", text="so far"), Failed(request_id="a", code="deadline_exceeded", message="late")):
+            stream.push(event)
+            if not together:
+                await asyncio.sleep(0.01)
+
+    wire = Wire()
+    await asyncio.gather(wire.run(handler), arrive())
+    lines = [json.loads(line) for line in wire.body.splitlines()]
+    if framing is None:
+        assert wire.status == 504 and lines == [{"error": "late"}]
+    else:
+        assert wire.status == 200 and [line.get("message", {}).get("content") for line in lines] == ["so far", None]
+        assert lines[-1] == {"error": "late"} and wire.taken[-1]["more_body"] is False
