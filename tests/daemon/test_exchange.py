@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from localrun.api.routes import Route
 from localrun.api.ollama import OllamaReply
+from localrun.api.routes import Route
 from localrun.daemon import exchange
 from localrun.daemon.exchange import Exchange
 from localrun.daemon.generation import _answer
