@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import localrun
-from localrun.cli.client import Client, CliError, DaemonError, Unreachable
+from localrun.cli.client import Client, CliError, DaemonError, Json, Unreachable
 from localrun.cli.environment import Address, address, for_daemon, state_folder
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 """A cold start on a slow, busy machine; a usual one takes about a second."""
 POLL_SECONDS = 0.05
-GREETING_SECONDS = 5.0
+GREETING_SECONDS = (5.0, 5.0)
+"""The time for an answer is over twice before whoever listens is taken for silent: the whole machine may have stood still meanwhile."""
 LOG_NAME = "daemon.log"
 LOG_LIMIT = 4 * 1024 * 1024
 SERVER_NAME = "localrun"
@@ -45,7 +46,7 @@ def connect(where: Address | None = None, *, start: bool = True, say: Callable[[
 def _answers(client: Client) -> bool:
     """Whether a daemon listens. Raises CliError when what listens cannot be talked to."""
     try:
-        version = client.get("/api/version", timeout=GREETING_SECONDS)
+        version = _greeted(client)
     except DaemonError as error:
         if error.status in (401, 403):
             raise
@@ -62,6 +63,17 @@ def _answers(client: Client) -> bool:
             f"address of its own: LOCALRUN_HOST=127.0.0.1:{client.where.port + 1}. (Set it to this one to use that program.)"
         )
     return True
+
+
+def _greeted(client: Client) -> Json:
+    """What it says of its version. Raises what Client.get raises."""
+    first, second = GREETING_SECONDS
+    try:
+        return client.get("/api/version", timeout=first)
+    except Unreachable as error:
+        if not error.silent:
+            raise
+        return client.get("/api/version", timeout=second)
 
 
 def _taken(where: Address, what: str) -> str:

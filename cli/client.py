@@ -44,10 +44,12 @@ class DaemonError(CliError):
 class Unreachable(CliError):
     """Nobody listens, or the connection broke."""
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, silent: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
         """Nobody took the connection: there may be no daemon, and nothing was sent."""
+        self.silent = silent
+        """Somebody took it and did not answer in time."""
 
 
 class Client:
@@ -83,7 +85,7 @@ class Client:
         """The answer's JSON object ({} for an empty body). Raises DaemonError, Unreachable."""
         import httpx
 
-        with self._mapped():
+        with self._mapped(timeout):
             response = self._http.request(method, path, json=body, timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout)
         if response.is_error:
             raise _refusal(response)
@@ -164,8 +166,8 @@ class Client:
         return item
 
     @contextmanager
-    def _mapped(self) -> Iterator[None]:
-        """httpx's exceptions as ours."""
+    def _mapped(self, timeout: float | None = None) -> Iterator[None]:
+        """httpx's exceptions as ours. timeout: seconds of silence; None: as usual."""
         import httpx
 
         try:
@@ -173,7 +175,8 @@ class Client:
         except httpx.ConnectError as error:
             raise Unreachable(f"cannot reach localrun at {self.where.url}: {_reason(error)}", refused=True) from None
         except httpx.ReadTimeout:
-            raise Unreachable(f"no answer from {self.where.url} for {SILENCE_SECONDS:.0f} seconds") from None
+            seconds = SILENCE_SECONDS if timeout is None else timeout
+            raise Unreachable(f"no answer from {self.where.url} for {seconds:g} seconds", silent=True) from None
         except httpx.TimeoutException:
             raise Unreachable(f"cannot reach localrun at {self.where.url}: timed out") from None
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:

@@ -131,8 +131,11 @@ def _holder(host: str, port: int) -> str:
     who = f" (process {pid})" if pid else ""
     try:
         with httpx.Client(base_url=url, timeout=PROBE_S, trust_env=False) as client:
-            greeting = client.get("/").text[:100]
-            answer = client.get("/api/version")
+            try:
+                greeting = client.get("/").text[:100]
+            except httpx.TimeoutException:  # where the whole machine stood still, before it could answer: asked once more
+                greeting = client.get("/").text[:100]
+            answer = client.get("/api/version", timeout=3 * PROBE_S)  # it is not silent
             told = answer.json() if answer.is_success else {}
     except (httpx.HTTPError, ValueError):
         return f"another program{who} has it, which does not answer as Ollama or localrun do"

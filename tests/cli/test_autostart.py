@@ -27,7 +27,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield number
     for process in listeners(number):
         process.terminate()
-        process.wait(60)
+        process.wait(120)
 
 
 def listeners(port: int) -> list[psutil.Process]:
@@ -64,7 +64,7 @@ def test_daemon_ends_when_idle(port: int, localrun: Run) -> None:
     daemon = listeners(port)
     wait_until(lambda: not listeners(port))
     for process in daemon:
-        process.wait(60)
+        process.wait(120)
     assert "nobody came for 2 seconds" in log_text()
 
 
@@ -105,7 +105,7 @@ def test_somebody_silent_has_the_port(localrun: Run) -> None:
 
 
 def test_serve_says_who_has_the_port(port: int, localrun: Run) -> None:
-    localrun("list")
+    assert localrun("list").returncode == 0
     done = localrun("serve")
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from localrun.cli import autostart
 from localrun.cli.client import Client, CliError, DaemonError, Unreachable
 from localrun.cli.environment import parse_address
-from tests.cli.fake_daemon import FakeDaemon
+from tests.cli.fake_daemon import FakeDaemon, Json
 
 
 @pytest.fixture
@@ -37,6 +39,24 @@ def test_nobody_there() -> None:
         with Client(where) as client, pytest.raises(Unreachable, match="cannot reach localrun") as raised:
             client.get("/api/version")
     assert raised.value.refused
+
+
+def test_a_daemon_that_stood_still_is_greeted_again(fake: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer in time because the whole machine did nothing; somebody who never answers is no daemon."""
+    version = fake.routes["GET", "/api/version"]
+    asked, again = [], threading.Event()
+
+    def late(body: Json) -> Any:
+        asked.append(body)
+        if len(asked) == 1:
+            assert again.wait(120)
+        again.set()
+        return version(body)
+
+    fake.routes["GET", "/api/version"] = late
+    monkeypatch.setattr(autostart, "GREETING_SECONDS", (0.05, 60.0))
+    assert autostart._answers(client)
+    assert len(asked) == 2
 
 
 def test_error_status_carries_its_message(client: Client) -> None:
@@ -87,7 +107,7 @@ def test_leaving_early_closes_the_connection(fake: FakeDaemon, client: Client) -
     fake.answers["x"] = ["word " * 1000] * 10_000
     with client.stream("/api/chat", {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]}) as objects:
         next(objects)
-    assert fake.broken.wait(60)
+    assert fake.broken.wait(120)
 
 
 def test_key_is_sent(monkeypatch: pytest.MonkeyPatch, fake: FakeDaemon) -> None:

@@ -172,13 +172,13 @@ def test_bad_address(localrun: Run) -> None:
 
 
 def test_no_daemon_is_started_elsewhere(localrun: Run) -> None:
-    done = localrun("list", LOCALRUN_HOST="192.0.2.1:1", NO_PROXY="*", timeout=60)
+    done = localrun("list", LOCALRUN_HOST="192.0.2.1:1", NO_PROXY="*", timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: ")
 
 
 def test_usage_errors_are_two() -> None:
-    done = subprocess.run([sys.executable, "-m", "localrun", "bogus"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-m", "localrun", "bogus"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
     assert "No such command 'bogus'" in done.stderr
 
@@ -194,10 +194,10 @@ class TestEndings:
             assert process.stderr is not None
             assert process.stdout.read(5) == "word "
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(120) == 130
             assert process.stdout.read().endswith("\n")
             assert process.stderr.read() == ""
-        assert fake.broken.wait(60), "the daemon was not told"
+        assert fake.broken.wait(120), "the daemon was not told"
 
     def test_interrupt_of_a_pull(self, fake: FakeDaemon) -> None:
         steps = [{"status": "step 0"}, *[{"status": "x" * 70_000}] * 10_000]
@@ -207,7 +207,7 @@ class TestEndings:
             assert process.stderr is not None
             assert process.stderr.readline() == "step 0\n"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
             assert process.returncode == 130
         assert "localrun pull smollm2 takes it up again" in errors
         assert "Traceback" not in errors
@@ -220,7 +220,7 @@ class TestEndings:
             assert process.stderr is not None
             process.stdout.read(5)
             process.stdout.close()
-            assert process.wait(60) == 141
+            assert process.wait(120) == 141
             assert process.stderr.read() == ""
 
 
@@ -254,7 +254,7 @@ def test_import_from_elsewhere(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     done = subprocess.run(
-        [sys.executable, "-m", "localrun", "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        [sys.executable, "-m", "localrun", "--help"], capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

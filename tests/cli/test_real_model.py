@@ -26,7 +26,7 @@ def starter(real_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, 
     yield "smollm2"
     for process in listeners(port):
         process.terminate()
-        process.wait(60)
+        process.wait(120)
 
 
 def test_starter_answers(starter: str, localrun: Run) -> None:

@@ -20,7 +20,7 @@ if sys.platform == "win32":
     pytest.skip("pseudo-terminals are POSIX", allow_module_level=True)
 
 COLUMNS, LINES = 80, 60
-TIMEOUT = 60
+TIMEOUT = 120
 
 
 class Terminal:
@@ -124,7 +124,7 @@ def test_interrupt_stops_the_answer_and_not_the_program(fake: FakeDaemon, start:
     terminal.see(r"n\d*5 ")
     terminal.child.sendintr()
     terminal.ready()
-    assert fake.broken.wait(60), "the daemon was not told"
+    assert fake.broken.wait(120), "the daemon was not told"
     fake.pause = 0.0
     terminal.enter("go on")
     terminal.see("go on\ngo on")

@@ -109,12 +109,12 @@ def daemon(folder: Path, load: Any = None, **settings: Any) -> Iterator[Daemon]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="daemon")
     thread.start()
     try:
-        assert ready.wait(60), "the daemon did not start"
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        assert ready.wait(120), "the daemon did not start"
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=180) as http:
             yield Daemon(f"http://127.0.0.1:{port}", store, chosen, http, server)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(120)
         listener.close()
         assert not thread.is_alive(), "the daemon did not end"
 

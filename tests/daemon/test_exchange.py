@@ -77,7 +77,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_and_what_was_held_is_given
             await x.chunks([{"a": 2}])
         given_back.append("never")
 
-    await asyncio.wait_for(wire.run(handler), 60)
+    await asyncio.wait_for(wire.run(handler), 120)
     assert given_back == ["model"]
     assert wire.body == b'{"a":1}\n'
 
@@ -96,7 +96,7 @@ async def test_a_client_that_goes_ends_the_handler_where_it_is(moment: str) -> N
         await asyncio.sleep(60)
         given_back.append("never")
 
-    await asyncio.wait_for(wire.run(handler), 60)
+    await asyncio.wait_for(wire.run(handler), 120)
     assert given_back == ["model"]
     current = asyncio.current_task()
     assert current is not None and current.cancelling() == 0  # nothing of it is left for whoever called
@@ -125,7 +125,7 @@ async def test_the_server_that_ends_says_so_in_the_stream() -> None:
     while not wire.taken:
         await asyncio.sleep(0)
     task.cancel()
-    await asyncio.wait_for(task, 60)
+    await asyncio.wait_for(task, 120)
     assert b"the server is shutting down" in wire.body and wire.body.endswith(b"data: [DONE]\n\n")
 
 

@@ -161,6 +161,6 @@ def test_a_client_that_sends_its_body_too_slowly(daemon: Daemon, monkeypatch: py
 
     monkeypatch.setattr(exchange, "SLOW_CLIENT_S", 0.2)
     port = int(daemon.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as client:
         client.sendall(b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408 ")

@@ -179,9 +179,9 @@ async def test_closing_ends_loads_and_turns_the_waiting_away(files: dict[str, Wa
     await asyncio.sleep(0.01)
     second = asyncio.create_task(use(loader, files["b"]))
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(loader.close(), 60)
+    await asyncio.wait_for(loader.close(), 120)
     with pytest.raises(Busy):
-        await asyncio.wait_for(second, 60)
+        await asyncio.wait_for(second, 120)
     first.cancel()
     assert machine.free == 10_000 * MEBI
 

@@ -23,7 +23,7 @@ def the_next_is_served(daemon: Daemon) -> Iterator[None]:
 
 def spoken(daemon: Daemon, *parts: bytes, half_close: bool = False) -> bytes:
     """What comes back for these bytes until the server closes the connection or says nothing more."""
-    with socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])), timeout=120) as client:
         for part in parts:
             client.sendall(part)
         if half_close:

@@ -138,7 +138,7 @@ def test_pull_reports_and_stops_with_its_client(
             assert next(lines) == '{"status":"pulling manifest"}'
             first = next(lines)
             assert first.startswith('{"status":"pulling abc","digest":"sha256:abc","total":1000000000,"completed":')
-        assert stopped.wait(60), "the pull went on without its client"
+        assert stopped.wait(120), "the pull went on without its client"
     gc.collect()
     # what a pull ends with that nobody waits for is nobody's mistake
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text

@@ -239,7 +239,7 @@ class Desk:
         return self.made.intake.generation(Generate(request_id=name, messages=[message], **fields))
 
     def next(self) -> Job | Withdrawn:
-        return self.delivered.get(timeout=60)
+        return self.delivered.get(timeout=120)
 
 
 @pytest.fixture

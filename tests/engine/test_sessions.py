@@ -75,11 +75,11 @@ def answered(asked: Generate, **load: Any) -> tuple[Finished, list[float]]:
     event: FromRunner | None = None
     logprobs: list[float] = []
     while not isinstance(event, Finished):
-        assert ours.poll(60), "the runner says nothing"
+        assert ours.poll(120), "the runner says nothing"
         event = decode_from_runner(ours.recv_bytes())
         logprobs += [one.logprob for one in event.logprobs] if isinstance(event, Piece) else []
     ours.send_bytes(encode(Shutdown()))
-    thread.join(60)
+    thread.join(120)
     assert not thread.is_alive()
     ours.close()
     return event, logprobs

@@ -21,7 +21,7 @@ COPY = KernelSpec("elementwise", "norm")
 """Kind 'none' with reader 'f': copies row t of x to row t of the reader."""
 READ = KernelSpec("measure", "read")
 """Leaves a sum with the thread that ran the chunk."""
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -270,7 +270,7 @@ def test_lock_keeps_threads_apart_and_tells_who_waits(blobs: Blobs) -> None:
     def first() -> None:
         with blobs.lock(digest):
             inside.set()
-            let_go.wait(60)
+            let_go.wait(120)
             order.append("first")
 
     def second() -> None:
@@ -279,12 +279,12 @@ def test_lock_keeps_threads_apart_and_tells_who_waits(blobs: Blobs) -> None:
 
     one, two = threading.Thread(target=first), threading.Thread(target=second)
     one.start()
-    assert inside.wait(60)
+    assert inside.wait(120)
     two.start()
-    assert waited.wait(60)
+    assert waited.wait(120)
     let_go.set()
-    one.join(60)
-    two.join(60)
+    one.join(120)
+    two.join(120)
     assert order == ["first", "second"]
 
 
@@ -306,7 +306,7 @@ def test_who_waits_can_give_up(blobs: Blobs) -> None:
     with blobs.lock(digest):
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join(60)
+        thread.join(120)
     assert len(failed) == 1
 
 
@@ -323,7 +323,7 @@ def test_lock_has_a_bound(tmp_path: Path) -> None:
     with locked(tmp_path / "x.lock"):
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join(60)
+        thread.join(120)
     assert "another process has held" in str(failed[0])
 
 
@@ -342,8 +342,8 @@ with locked(Path({str(tmp_path / "x.lock")!r})):
         with pytest.raises(StorageFailed), locked(tmp_path / "x.lock", timeout=0.1):
             pass
         holder.kill()
-        holder.wait(60)
-        with locked(tmp_path / "x.lock", timeout=60):
+        holder.wait(120)
+        with locked(tmp_path / "x.lock", timeout=120):
             pass
     finally:
         holder.kill()
@@ -374,5 +374,5 @@ def test_written_file_is_never_half(tmp_path: Path) -> None:
         for content in contents:
             write_file(target, content)
     stop.set()
-    thread.join(60)
+    thread.join(120)
     assert bad == [] and files(tmp_path) == ["file"]

@@ -109,7 +109,7 @@ def test_leftovers_go_and_a_download_under_way_stays(store: Store, index: Index,
     index.hold.clear()
     thread = threading.Thread(target=store.pull, args=("tiny", lambda line: None))
     thread.start()
-    assert index.halfway.wait(60)
+    assert index.halfway.wait(120)
     dead = f"sha256:{'1' * 64}"
     with store.blobs.receive(dead) as writer:
         writer.write(b"12345")
@@ -122,7 +122,7 @@ def test_leftovers_go_and_a_download_under_way_stays(store: Store, index: Index,
     assert theirs == {"partial": "", "staging": ""}
     assert done == {"partial": "removed", "staging": "removed", "stray": ""}
     index.hold.set()
-    thread.join(60)
+    thread.join(120)
     assert store.get("tiny").model_digest == entry.digest
     assert store.blobs.partials() == []
 

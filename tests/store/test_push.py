@@ -44,7 +44,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
     log = (tmp_path / "registry.log").open("wb")
     process = subprocess.Popen([program, "serve", str(config)], stdout=log, stderr=log)
     try:
-        last = time.monotonic() + 60
+        last = time.monotonic() + 120
         while True:
             try:
                 httpx.get(f"http://127.0.0.1:{port}/v2/", trust_env=False)
@@ -56,7 +56,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
         log.close()
 
 

@@ -128,7 +128,7 @@ class Registry:
                         self.wfile.write(data[: len(data) // 2])
                         self.wfile.flush()
                         registry.halfway.set()
-                        registry.hold.wait(60)
+                        registry.hold.wait(120)
                         if cut:
                             self.close_connection = True
                         else:
@@ -372,11 +372,11 @@ def test_two_pulls_fetch_once(store: Store, server: Registry) -> None:
     server.hold.clear()
     threads = [threading.Thread(target=pulled, args=(Store(store.root), server)) for _ in range(2)]
     threads[0].start()
-    assert server.halfway.wait(60)
+    assert server.halfway.wait(120)
     threads[1].start()
     server.hold.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     asked = [headers for headers in server.asked(hashlib.sha256(WEIGHTS).hexdigest()) if headers["range"] != "bytes=0-0"]
     assert len(asked) == 1
     assert store.get(name_of(server)).model_path.read_bytes() == WEIGHTS

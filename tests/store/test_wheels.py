@@ -100,7 +100,7 @@ def test_cancelled_pull_takes_pip_along_at_once(store: Store, index: Index, publ
     index.hold.clear()
     with pytest.raises(RequestCancelled):
         store.pull("tiny", lambda line: None, index.halfway.is_set)
-    assert index.gone.wait(60), "pip still downloads"
+    assert index.gone.wait(120), "pip still downloads"
     assert store.list() == [] and not store.blobs.has(entry.digest)
     index.hold.set()
     pulled(store)
@@ -122,11 +122,11 @@ Store(Path({str(store.root)!r})).pull("tiny", lambda line: None, lambda: False)
 """
     daemon = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert index.halfway.wait(60)
+        assert index.halfway.wait(120)
     finally:
         daemon.kill()
-        daemon.wait(60)
-    assert index.gone.wait(60), "pip outlived the process that started it"
+        daemon.wait(120)
+    assert index.gone.wait(120), "pip outlived the process that started it"
 
 
 def test_two_pulls_of_one_model_download_once(store: Store, index: Index, published: Publish) -> None:
@@ -144,12 +144,12 @@ def test_two_pulls_of_one_model_download_once(store: Store, index: Index, publis
     first = threading.Thread(target=store.pull, args=("tiny", seen["tiny"].append, lambda: False))
     second = threading.Thread(target=Store(store.root).pull, args=("tiny:1", other, lambda: False))
     first.start()
-    assert index.halfway.wait(60)
+    assert index.halfway.wait(120)
     second.start()
-    assert waits.wait(60), "the second sees nothing of the first one's progress"
+    assert waits.wait(120), "the second sees nothing of the first one's progress"
     index.hold.set()
-    first.join(60)
-    second.join(60)
+    first.join(120)
+    second.join(120)
     assert len(index.served) == 1
     for lines in seen.values():
         assert lines[-1].status == "success" and max(line.completed or 0 for line in lines) == entry.bytes
@@ -171,13 +171,13 @@ def test_the_other_goes_on_when_the_first_is_cancelled(store: Store, index: Inde
     one = threading.Thread(target=first)
     two = threading.Thread(target=store.pull, args=("tiny:1", lambda line: None, lambda: False))
     one.start()
-    assert index.halfway.wait(60)
+    assert index.halfway.wait(120)
     two.start()
     stop.set()
-    one.join(60)
+    one.join(120)
     assert len(ended) == 1
     index.hold.set()
-    two.join(60)
+    two.join(120)
     assert store.get("tiny:1").model_digest == entry.digest
     assert [model.name for model in store.list()] == ["tiny:1"]
 
