@@ -3,7 +3,8 @@
 A program is a table of INSTRUCTION bytes a row: the kernel's address, its arguments, into how many chunks its work is cut, and whether it
 waits for everything before it. Each thread walks the whole table and takes chunks by compare-and-swap until there are none left; then it
 goes on to the next row, or, where that row waits, until the chunks others hold are finished. Nobody waits for a thread that holds no
-chunk: one that the system has put to sleep delays nothing but the chunk it was computing.
+chunk: one that the system has put to sleep delays nothing but the chunk it was computing. Who waits asks memory for the beginning of what
+it will take of the next matrix: that is what a pass of few rows spends its time on.
 
 The chunk counter of a row carries the number of the pass in its upper half, so a thread that wakes up in a later pass than it fell asleep
 in can take nothing and leaves. That holds only where the counters are seen to change before the counts do, and both before the pass is seen
@@ -25,13 +26,18 @@ from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
 """Bytes: 0 kernel, 8 args, 16 chunks, 24 first row to wait for (-1: none), 32 how many chunks to take at once (-d: a d-th of those left),
-40 pass << 32 | next chunk, 48 chunks done, 64 and 72 when the caller's thread began with it and had nothing left to take (timed programs
-only). All that threads hand to each other in a pass is one cache line; processors may bring its neighbour along, so nobody else has that.
+40 pass << 32 | next chunk, 48 chunks done, 56 the matrix that its chunks read one behind the other (0: none), 64 and 72 when the caller's
+thread began with it and had nothing left to take (timed programs only), 80 bytes of the matrix in a chunk. All that threads hand to each
+other in a pass is one cache line; processors may bring its neighbour along, so nobody else has that.
 """
-CHUNKS, DONE, BEGAN, ENDED = 16 // 8, 48 // 8, 64 // 8, 72 // 8
+CHUNKS, DONE, MATRIX, BEGAN, ENDED, MATRIX_STEP = 16 // 8, 48 // 8, 56 // 8, 64 // 8, 72 // 8, 80 // 8
 WORDS = INSTRUCTION // 8
 ASK_AHEAD = 16 * INSTRUCTION
 """Bytes between the row whose counter is set and the one that is asked for: about as many lines as a core can wait for at a time."""
+MATRIX_AHEAD = 8
+"""Rows among which a thread that waits looks for the next matrix: from a layer's rotation to its output are four."""
+MATRIX_BYTES = 128 << 10
+"""Of it that a thread asks for: a small part of the second-level cache, and as much as most waits give time for."""
 SPINS_BEFORE_YIELD = 4_000
 SPINS_BETWEEN_PASSES = 8_000
 """About 0.2 ms: as long as the engine needs between two passes; then a worker sleeps."""
@@ -44,31 +50,67 @@ def replay(isa: Any, timed: int = 0) -> Any:
 
     from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, call_plain, compare_and_swap, pause
     from localrun.kernels_cpu.clock import ticks
+    from localrun.kernels_cpu.fetch import prefetch_far
     from localrun.kernels_cpu.simd import load_i64, store_scalar
 
     @numba.njit  # type: ignore[untyped-decorator]
-    def finished(program: int, first: int, end: int, epoch: int, yield_address: int) -> bool:
-        """Waits until all chunks of rows first..end-1 are done. False: the pass is over, this thread comes too late."""
+    def finished(program: int, first: int, end: int, epoch: int, yield_address: int, ask: int, ask_end: int) -> int:
+        """Waits until all chunks of rows first..end-1 are done, and asks for memory from `ask` to `ask_end` meanwhile. How far it came with
+        that; -1: the pass is over, this thread comes too late.
+        """
         for i in range(first, end):
             row = program + i * INSTRUCTION
             spins = 0
             while atomic_load(row + 48) < load_i64(row + 16):
                 if (atomic_load(row + 40) >> 32) != epoch:
-                    return False
-                pause()
+                    return -1
+                if ask < ask_end:
+                    prefetch_far(ask, 4)
+                    ask += 256
+                else:
+                    pause()
                 spins += 1
                 if spins > SPINS_BEFORE_YIELD:
                     call_plain(yield_address)
-        return True
+        return ask
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def next_matrix(program: int, i: int, n: int) -> int:
+        """The first row from i on that reads one, or one behind those that are looked at."""
+        end = min(i + MATRIX_AHEAD, n)
+        while i < end and load_i64(program + i * INSTRUCTION + 8 * MATRIX) == 0:
+            i += 1
+        return i
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def part(row: int, thread: int) -> Any:
+        """From where to where a thread that waits now asks for that row's matrix. Who does not wait comes first and takes the first part.
+        What is left is the second part or, by a guess that is good enough for many threads, a later one.
+        """
+        grain = load_i64(row + 32)
+        matrix = load_i64(row + 8 * MATRIX)
+        if grain >= 0 or matrix == 0:
+            return 0, 0
+        chunks = load_i64(row + 16)
+        step = load_i64(row + 8 * MATRIX_STEP)
+        start = matrix + chunks * max(thread, 1) // -grain * step
+        return start, min(start + MATRIX_BYTES, matrix + chunks * step)
 
     @numba.njit  # type: ignore[untyped-decorator]
     def run(program: int, n: int, epoch: int, yield_address: int, head: int, thread: int) -> None:
         waited = 0
+        asked = -1
+        ask = 0
+        ask_end = 0
         for i in range(n):
             row = program + i * INSTRUCTION
             wait_from = load_i64(row + 24)
             if wait_from >= 0:
-                if not finished(program, wait_from, i, epoch, yield_address):
+                if asked < i:
+                    asked = next_matrix(program, i, n)
+                    ask, ask_end = part(program + asked * INSTRUCTION, thread) if asked < n else (0, 0)
+                ask = finished(program, wait_from, i, epoch, yield_address, ask, ask_end)
+                if ask < 0:
                     return
                 waited = i
             if timed and thread == 0:
@@ -93,7 +135,7 @@ def replay(isa: Any, timed: int = 0) -> Any:
             if timed and thread == 0:
                 store_scalar(row + 8 * ENDED, ticks())
         # The caller reads what was computed as soon as this returns, so chunks that others still hold are waited for here too.
-        finished(program, waited, n, epoch, yield_address)
+        finished(program, waited, n, epoch, yield_address, 0, 0)
 
     def kernel(args: int, head: int, epoch: int, thread: int) -> None:
         yield_address = load_i64(args + 24)

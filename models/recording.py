@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localrun.kernels_cpu import head, lora_sizes
 from localrun.kernels_cpu.activation_sizes import META, SUPER, tile_bytes
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import table_of
+from localrun.kernels_cpu.team import MATRIX, MATRIX_STEP, table_of
 from localrun.models.program import (
     HOST,
     MAX_RANK,
@@ -235,6 +235,8 @@ class Recording:
             if self._is_logits(adapted.get(i)):
                 args[i, OUT_ADDRESS_AT] = args[logits, LOGITS_ADDRESS:].ctypes.data
             table[i, 1] = args[i].ctypes.data
+            if instruction.kernel.factory == "matmul":
+                table[i, MATRIX], table[i, MATRIX_STEP] = args[i, 0], args[i, 8] * (16 * args[i, 12] or args[i, 1])
             if instruction.beside:
                 table[i, 3] = -1
             else:

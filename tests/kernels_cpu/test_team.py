@@ -15,7 +15,7 @@ from localrun.kernels_cpu.compile import inspect_asm
 from localrun.kernels_cpu.inspect import instructions
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.kernels_cpu.spec import KernelSpec
-from localrun.kernels_cpu.team import DONE, Team, table_of
+from localrun.kernels_cpu.team import DONE, MATRIX, MATRIX_STEP, Team, table_of
 
 COPY = KernelSpec("elementwise", "norm")
 """Kind 'none' with reader 'f': copies row t of x to row t of the reader."""
@@ -30,7 +30,9 @@ def library() -> KernelLibrary:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrary, threads: int) -> None:
+@pytest.mark.parametrize("matrices", [False, True])
+def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrary, threads: int, matrices: bool) -> None:
+    """matrices: every second row says that it reads one, which lies nowhere: whoever waits asks for it, and nothing comes of that."""
     # One chunk more than can be shared out evenly: whoever does not get it is done long before it is.
     width, rows, depth = 1 << 16, 2 * threads + 1, 4
     header = np.zeros(20, np.int64)
@@ -43,11 +45,13 @@ def test_rows_follow_each_other_and_the_last_is_waited_for(library: KernelLibrar
         args[i, :3] = [buffers[i].ctypes.data, width * 4, width]
         args[i, 13:15] = [buffers[i + 1].ctypes.data, width * 4]
         program[i, :4] = [address, args[i].ctypes.data, 0, max(i - 1, 0)]
+        if matrices and i % 2:
+            program[i, MATRIX], program[i, MATRIX_STEP] = 1 << 40, 1 << 16
     team = Team(library, threads, header)
     try:
         for seed in range(100):
             buffers[0] = np.random.default_rng(seed).standard_normal((rows, 1)).astype(np.float32)
-            team.run(program, np.full(depth, rows))
+            team.run(program, np.full(depth, rows), np.full(depth, -threads if matrices else 1))
             # Looked at at once, last row first: it is the one that a missing wait leaves unfinished.
             assert np.array_equal(buffers[depth][::-1], buffers[0][::-1]), seed
             assert (program[:, DONE] == rows).all()
