@@ -117,7 +117,7 @@ def test_only_settings_and_the_terminal_read_the_environment() -> None:
 def loaded_after(statement: str) -> set[str]:
     """Top-level and own modules in a fresh interpreter after the statement."""
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

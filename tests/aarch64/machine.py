@@ -26,7 +26,7 @@ CPU = "neoverse-n1"
 PACKAGES = ("python3-minimal", "libpython3-stdlib", "libstdc++6")
 SAME_VERSION = ("numpy", "numba", "llvmlite")
 ANY_VERSION = ("psutil", "platformdirs", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 def emulator() -> str:

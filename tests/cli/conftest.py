@@ -25,7 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
 def localrun() -> Run:
     """`localrun("list", stdin="...")`: runs the command, neither end of it a terminal."""
 
-    def run(*arguments: str, stdin: str | bytes = b"", timeout: float = 180, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, stdin: str | bytes = b"", timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "localrun", *arguments],
             input=stdin.encode() if isinstance(stdin, str) else stdin,

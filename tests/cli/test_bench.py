@@ -11,7 +11,7 @@ from tests.cli.fake_daemon import FakeDaemon
 
 def test_a_file_needs_no_daemon(localrun: Run, shared: Path) -> None:
     file = shared / "arch" / "llama" / "q4_0.gguf"
-    done = localrun("bench", str(file), "-p", "8", "-n", "2", "-r", "1", "-t", "1", "--json", LOCALRUN_HOST="127.0.0.1:1", timeout=300)
+    done = localrun("bench", str(file), "-p", "8", "-n", "2", "-r", "1", "-t", "1", "--json", LOCALRUN_HOST="127.0.0.1:1", timeout=600)
     assert done.returncode == 0, done.stderr
     assert [row["test"] for row in json.loads(done.stdout)] == ["pp8", "tg2"]
 

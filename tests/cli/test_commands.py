@@ -178,7 +178,7 @@ def test_no_daemon_is_started_elsewhere(localrun: Run) -> None:
 
 
 def test_usage_errors_are_two() -> None:
-    done = subprocess.run([sys.executable, "-m", "localrun", "bogus"], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run([sys.executable, "-m", "localrun", "bogus"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert "No such command 'bogus'" in done.stderr
 
@@ -254,7 +254,7 @@ def test_import_from_elsewhere(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     done = subprocess.run(
-        [sys.executable, "-m", "localrun", "--help"], capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path,
+        [sys.executable, "-m", "localrun", "--help"], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -260,7 +260,7 @@ def test_the_program_says_one_line_when_it_cannot_start(tmp_path: Path) -> None:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=180,
+                timeout=600,
                 check=False,
             )
             assert done.returncode == 1
@@ -269,5 +269,5 @@ def test_the_program_says_one_line_when_it_cannot_start(tmp_path: Path) -> None:
 
 def test_the_daemon_starts_without_numpy_and_numba() -> None:
     code = "import sys, localrun.daemon.serve, localrun.daemon.app; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     assert not {"numpy", "numba", "llvmlite", "tokenizers", "jinja2", "llguidance"} & set(done.stdout.split())

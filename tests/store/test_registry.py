@@ -396,7 +396,7 @@ def progress(line):
 download.POLL_S = 0
 Store(Path({str(store.root)!r})).pull({name_of(server)!r}, progress, insecure=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert store.list() == []
     digest = f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"

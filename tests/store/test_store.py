@@ -227,7 +227,7 @@ store.create("new", CreateSpec(path=Path({str(gguf)!r}), system="new", parameter
 store.delete("before")
 print("survived", count)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == -signal.SIGKILL, f"only {done.stdout} steps: {done.stderr}"
     for model in store.list():
         assert store.get(model.name).system in ("stays", "new")

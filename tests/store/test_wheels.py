@@ -83,7 +83,7 @@ def progress(line):
         os.kill(os.getpid(), {int(getattr(signal, "SIGKILL", signal.SIGTERM))})
 store.pull("tiny", progress, lambda: False)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout == "killing\n", done.stderr
     assert store.list() == [] and not store.blobs.has(entry.digest)
     assert [digest for digest, _ in store.blobs.partials()] == [entry.digest]
