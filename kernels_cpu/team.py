@@ -260,10 +260,12 @@ class Team:
         for worker in self._workers:
             worker.start()
 
-    def run(self, program: NDArray[np.int64], chunks: NDArray[np.int64], grains: NDArray[np.int64] | int = 1, members: int = 0) -> None:
+    def run(
+        self, program: NDArray[np.int64], chunks: NDArray[np.int64] | int, grains: NDArray[np.int64] | int = 1, members: int = 0
+    ) -> None:
         """Runs `program` (from table_of), row i in chunks[i] chunks, grains[i] of which a thread takes at once: small ones would cost more
         to take than to do. A grain of -d: a d-th of what is left, so that threads go long ways through memory and still end together.
-        members: how many threads take part, 0: all. Returns when all are done.
+        A number alone is for all rows. members: how many threads take part, 0: all. Returns when all are done.
         """
         members = members or self.n_threads
         known = self._programs.get(id(program)) or self._remember(program)

@@ -172,7 +172,7 @@ class RecordedModel:
 
     def peaks(self) -> NDArray[np.float32]:
         """See Model."""
-        return self._peaks.of(self._logits[: self._latest, : self.info.n_vocab], self._team)
+        return self._peaks.of(self._latest, self._team)
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """See Model."""
@@ -321,6 +321,7 @@ class RecordedModel:
         if rows > len(self._logits):
             size = min(self.info.max_batch, max(FIRST_LOGIT_ROWS, 2 * len(self._logits), rows))
             self._logits = np.zeros((size, room(self.info.n_vocab)), np.float32)
+            self._peaks.read(self._logits)
             if self._program.logits >= 0:
                 self._program.args[self._program.logits, LOGITS_ADDRESS] = self._logits.ctypes.data
 
