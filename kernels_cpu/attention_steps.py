@@ -4,8 +4,9 @@ K and V of a step are turned into float32 once for all queries, K as [dim][64 po
 outputs (weights x V) are then the same product of small matrices, taken in tiles that fill the registers. Each score is one chain of fused
 multiply-adds over the dimensions, each output one over the positions, so tiles may have any shape without changing a bit.
 
-A row that is alone reads blocks directly. Blocks lie apart, so hardware prefetching does not see them coming: while K is multiplied, V of
-the same step is asked for, and while V is, K of the next.
+A row that is alone reads blocks directly. Blocks lie apart, so hardware prefetching does not see them coming: while K of a step is
+multiplied, K of the next one is asked for, line by line in the order in which it will be read, then V likewise; and of each block of the
+step behind that a first line, because finding four pages at once takes as long as finding one. A part goes on asking beyond its end.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ i64 = numba.int64
 _LANES = baked(np.arange(BLOCK, dtype=np.int32).tobytes())
 
 # The words at the beginning of a thread's scratch memory, which say what the chunk works on.
-TABLE, POOL_BLOCK, KEYS, VALUES, LAST, CAP, ALONE = range(0, 56, 8)
+TABLE, POOL_BLOCK, KEYS, VALUES, LAST, CAP, ALONE, ASKED = range(0, 64, 8)
 BLOCKS, ASK = 64, 96
-"""Of a row that is alone: where a step's four blocks have what is read now, and four blocks what is read next."""
+"""Of a row that is alone: where a step's four blocks have what is read now, and where the next step's have it."""
 
 
 # ---- products -------------------------------------------------------------------------------------------------------------------
@@ -180,12 +181,18 @@ def block_part(frame: int, heads: int, position: int) -> int:
 
 
 @numba.njit
-def _place(frame: int, heads: int, first: int, end: int, asked: int, ask: int) -> None:
-    """Writes where the four blocks from `first` on have the head's part, and, to be asked for, those from `ask` on `asked` (0: none)."""
+def _place(frame: int, heads: int, first: int, end: int, asks: bool) -> None:
+    """Writes where the four blocks from `first` on have the head's part, and, to be asked for, the four of the next step.
+
+    asks: whether the pages of the step behind that are looked for; end: of what the row sees.
+    """
     for i in range(4):
-        at, then = first + i * BLOCK, ask + i * BLOCK
-        store_scalar(frame + BLOCKS + 8 * i, block_part(frame, heads, at if at < end else first))
-        store_scalar(frame + ASK + 8 * i, block_part(frame, asked, then) if asked and then < end else frame)
+        at = first + i * BLOCK
+        now = block_part(frame, heads, at if at < end else first)
+        store_scalar(frame + BLOCKS + 8 * i, now)
+        store_scalar(frame + ASK + 8 * i, block_part(frame, heads, at + STEP) if asks and at + STEP < end else now)
+        if asks and at + 2 * STEP < end:
+            prefetch_far(block_part(frame, heads, at + 2 * STEP), 1)
 
 
 def _row_of(codec: Codec, vectors: int) -> Any:
@@ -216,7 +223,7 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
     (rows, *_), vectors = shape(isa)
     row = _row_of(codec, vectors)
     step = BLOCK * codec.size
-    lines, pairs = max(1, 2 * step * vectors // 64), dim >> 1
+    lines, pairs = max(1, 2 * step // 64), dim >> 1
 
     def tile(n_rows: int) -> Any:
         @numba.njit
@@ -227,17 +234,20 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
             k1, k2, k3 = k0, k0, k0
             if vectors > 1:
                 k1, k2, k3 = load_i64(blocks + 8), load_i64(blocks + 16), load_i64(blocks + 24)
+            n0, n1, n2, n3 = load_i64(blocks + 32), load_i64(blocks + 40), load_i64(blocks + 48), load_i64(blocks + 56)
             done = 0
-            for i in range(4):
-                ask = load_i64(frame + ASK + 8 * i) + v * dim * step // 4
-                for _ in range(((i + 1) * pairs >> 2) - (i * pairs >> 2)):
-                    prefetch_far(ask, lines)
-                    acc = tile_outer(acc, a, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
-                    done += step
-                    acc = tile_outer(acc, a + 4, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
-                    done += step
-                    a += 8
-                    ask += 2 * step * vectors
+            for _ in range(pairs):
+                prefetch_far(n0 + done, lines)
+                if vectors > 1:
+                    prefetch_far(n1 + done, lines)
+                acc = tile_outer(acc, a, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
+                if vectors > 1:
+                    prefetch_far(n2 + done, lines)
+                    prefetch_far(n3 + done, lines)
+                done += step
+                acc = tile_outer(acc, a + 4, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
+                done += step
+                a += 8
             if dim & 1:
                 acc = tile_outer(acc, a, at.q_bytes, row(k0 + done, k1 + done, k2 + done, k3 + done))
             tile_end(acc, vectors, out, STEP * 4)
@@ -249,7 +259,7 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
     @numba.njit
     def scores(frame: int, queries: int, first: int, end: int) -> None:
         for i in range(0, queries, rows):
-            _place(frame, load_i64(frame + KEYS), first, end, load_i64(frame + VALUES) if i == 0 else 0, first)
+            _place(frame, load_i64(frame + KEYS), first, end, i == 0)
             for v in range(0, 4, vectors):
                 product(queries - i, frame, v, frame + at.q + i * at.q_bytes, frame + at.scores + i * STEP * 4 + v * 64)
 
@@ -293,7 +303,7 @@ def _values_alone(isa: Isa, codec: Codec, at: Layout) -> Any:
     def values(frame: int, queries: int, first: int, end: int) -> None:
         n = min(end - first, STEP)
         for i in range(0, queries, rows):
-            _place(frame, load_i64(frame + VALUES), first, end, load_i64(frame + KEYS) if i == 0 else 0, first + STEP)
+            _place(frame, load_i64(frame + VALUES), first, end, i == 0)
             for offset in range(0, at.out_bytes, of_call):
                 p, fade = frame + at.scores + i * STEP * 4, frame + at.fade + i * 4
                 out = frame + at.out + i * at.out_bytes + offset
@@ -401,21 +411,25 @@ def stepper(isa: Isa, kv_type: str, dim: int, dim_v: int, soft_cap: bool, bias: 
 
     @numba.njit
     def run(frame: int, queries: int, first: int, end: int) -> None:
-        alone = load_i64(frame + ALONE)
-        if alone:
-            ask(frame, load_i64(frame + KEYS), k_bytes, first, end)
+        alone, past = load_i64(frame + ALONE), load_i64(frame + LAST) + 1
+        if alone and load_i64(frame + ASKED) != block_part(frame, load_i64(frame + KEYS), first):
+            ask(frame, load_i64(frame + KEYS), k_bytes, first, past)
+            if plain:
+                ask(frame, load_i64(frame + VALUES), v_bytes, first, past)
         while first < end:
             if plain and alone:
-                scores_alone(frame, queries, first, end)
+                scores_alone(frame, queries, first, past)
                 softmax(frame, queries, first)
-                values_alone(frame, queries, first, end)
+                values_alone(frame, queries, first, past)
             else:
                 if alone:
-                    ask(frame, load_i64(frame + VALUES), v_bytes, first, end)
-                    ask(frame, load_i64(frame + KEYS), k_bytes, first + STEP, end)
+                    ask(frame, load_i64(frame + VALUES), v_bytes, first, past)
+                    ask(frame, load_i64(frame + KEYS), k_bytes, first + STEP, past)
                 scores(frame, queries, first)
                 softmax(frame, queries, first)
                 values(frame, queries, first)
             first += STEP
+        # The thread's next chunk mostly is the next part of the same head.
+        store_scalar(frame + ASKED, block_part(frame, load_i64(frame + KEYS), first) if first < past else i64(0))
 
     return run

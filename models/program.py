@@ -206,12 +206,13 @@ class Program:
     ends: NDArray[np.int32] | None = None
     """Where tokens see those behind them: (max_batch,) positions of each row's sequence, to be set before each step."""
     shares: NDArray[np.int64] = field(init=False)
-    """Of each matmul, its shape's share; 0: the instruction is none."""
+    """Of each matmul, its shape's share, and of attention; 0: the instruction is another."""
     cut: int = 0
     """How many instructions run before cards take over; what follows runs after them."""
 
     def __post_init__(self) -> None:
-        self.shares = np.array([DEFAULT.share if kernel.factory == "matmul" else 0 for kernel in self.kernels], np.int64)
+        shares = {"matmul": DEFAULT.share, "attention": 1}
+        self.shares = np.array([shares.get(kernel.factory, 0) for kernel in self.kernels], np.int64)
 
     @property
     def weight_types(self) -> list[str]:
