@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from localrun.daemon import management
 from localrun.daemon import serve as serving
 from localrun.daemon.app import create_app
 from localrun.settings import Settings
@@ -104,6 +106,9 @@ def daemon(folder: Path, load: Any = None, **settings: Any) -> Iterator[Daemon]:
     app = create_app(chosen, store=store, load=load or fakes.load_scripted, warm=False)
     listener = serving.listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
+    # What a busy machine's runner does not say in time is left out of /api/ps and /metrics: here everything is waited for.
+    patience = pytest.MonkeyPatch()
+    patience.setattr(management, "INSPECTION_S", 60.0)
     ready = threading.Event()
     server = serving.server_for(app, 0.0, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="daemon")
@@ -116,6 +121,7 @@ def daemon(folder: Path, load: Any = None, **settings: Any) -> Iterator[Daemon]:
         server.should_exit = True
         thread.join(120)
         listener.close()
+        patience.undo()
         assert not thread.is_alive(), "the daemon did not end"
 
 

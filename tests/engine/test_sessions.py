@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -27,7 +28,10 @@ ROOT = root_key("sha256:ab", "f16", 1024, 4096)
 
 
 def store_in(folder: Path, root: bytes = ROOT, most_bytes: int = 1 << 30) -> SessionStore:
-    return SessionStore(folder / "sessions", root, 16, most_bytes)
+    """Its end waits for all that is still to be written, however busy the machine is."""
+    store = SessionStore(folder / "sessions", root, 16, most_bytes)
+    store.close = functools.partial(store.close, 120.0)  # type: ignore[method-assign]
+    return store
 
 
 def engine_with(store: SessionStore, n_blocks: int = 400, **options: Any) -> Harness:
@@ -295,7 +299,7 @@ def test_never_another_answer(tmp_path: Path, seed: int, n_blocks: int, max_batc
             if rng.random() < 0.2:
                 harness.engine.cancel(f"request {i + 1}")
         harness.run()
-        store.close()
+        store.close(120.0)
         for name, (prompt, options) in asked.items():
             outcome = harness.outcomes[name]
             expected = oracle.answer(prompt, Sampling(**options), 25, limit=n_blocks * 16)
