@@ -18,7 +18,7 @@ from localrun.kernels_cpu.attention_sizes import TILE_ROWS
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.models.batch import KERNEL, BatchRows
 from localrun.models.load import RecordedModel
-from localrun.models.model import BLOCK_TOKENS, Span
+from localrun.models.model import BLOCK_TOKENS, PEAK, Span
 from tests.conformance.test_arch import load
 
 MOST, SPARE, N_VOCAB, N_BLOCKS, MOST_POSITIONS = 128, 8, 1000, 50, 400
@@ -122,6 +122,15 @@ def model() -> Iterator[RecordedModel]:
     assert isinstance(loaded, RecordedModel)
     yield loaded
     loaded.close()
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 20), (20, 0, 7)])
+def test_the_largest_logits_are_those_of_the_latest_pass(model: RecordedModel, counts: tuple[int, ...]) -> None:
+    for n in counts:
+        tokens = np.random.default_rng(n).integers(0, model.info.n_vocab, 20, dtype=np.int32)
+        logits = model.forward([Span(tokens, 0, np.array([0, 1], np.int32), np.arange(n, dtype=np.int32))])
+        want = [[row[first : first + PEAK].max() for first in range(0, len(row), PEAK)] for row in logits]
+        assert model.peaks().tolist() == want
 
 
 @settings(max_examples=30, deadline=None)
