@@ -15,13 +15,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from localrun.kernels_gpu.device import DeviceError, DeviceMemoryError, Launch
 from localrun.kernels_gpu.source import Kernel, fingerprint, source
 
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w")
-COMPILE_TIMEOUT_S = 240
+COMPILE_TIMEOUT_S = 800
 ALIGNMENT = 256
 
 
@@ -119,7 +120,10 @@ class Emulator:
         if target.exists():
             return target
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
+        # Processes that begin together want the same: one compiles it.
+        with FileLock(target.with_suffix(".lock"), timeout=COMPILE_TIMEOUT_S), tempfile.TemporaryDirectory(dir=cache) as folder:
+            if target.exists():
+                return target
             written, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             written.write_text(text, encoding="utf-8")
             command = [self._compiler, *FLAGS, str(written), "-o", str(built)]
