@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +51,9 @@ def _session_environment() -> None:
             del os.environ[name]
     os.environ["LOCALRUN_CACHE"] = str(TEST_CACHE / "cache")
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
+    # Started in the background by a shell, it ignores Ctrl-C, and so would the programs that tests start and interrupt.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
