@@ -50,7 +50,7 @@ def replay(isa: Any, timed: int = 0) -> Any:
 
     from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, call_plain, compare_and_swap, pause
     from localrun.kernels_cpu.clock import ticks
-    from localrun.kernels_cpu.fetch import prefetch_far
+    from localrun.kernels_cpu.fetch import prefetch, prefetch_far
     from localrun.kernels_cpu.simd import load_i64, store_scalar
 
     @numba.njit  # type: ignore[untyped-decorator]
@@ -115,6 +115,10 @@ def replay(isa: Any, timed: int = 0) -> Any:
                 waited = i
             if timed and thread == 0:
                 store_scalar(row + 8 * BEGAN, ticks())
+            # Arguments of a whole program fill a first-level cache, and weights have gone through it since the last pass.
+            if i + 2 < n:
+                prefetch(row + 2 * INSTRUCTION, 1)
+                prefetch(load_i64(row + INSTRUCTION + 8), 3)
             # Read before others write into the same line.
             kernel = load_i64(row)
             args = load_i64(row + 8)

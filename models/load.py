@@ -197,9 +197,11 @@ class RecordedModel:
         rows = self._rows
         firsts = rows.fill(spans, wanted, self._n_blocks)
         tokens, outputs, longest = rows.tokens, rows.outputs, rows.longest
+        adapted = seen = False
         for row, span in zip(firsts, spans, strict=True):
             if span.images or span.adapter:
                 self._check(span)
+                adapted, seen = adapted or span.adapter > 0, seen or len(span.images) > 0
             if self._program.ends is not None:
                 self._program.ends[row : row + len(span.tokens)] = span.encoded or len(span.tokens)
             if self._recorder.images is not None:
@@ -214,7 +216,6 @@ class RecordedModel:
         parts = self._parts(tokens, rows.tiles, longest, members)
         if not pooling:
             self._room_for_logits(outputs)
-        adapted, seen = any(span.adapter for span in spans), any(span.images for span in spans)
         size = tokens, outputs, rows.tiles, parts, len(spans), members, pooling, adapted, seen, skip
         if size != self._size:
             self._cut(*size)
