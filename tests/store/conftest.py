@@ -138,6 +138,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     monkeypatch.setenv("PIP_INDEX_URL", found.url)
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
     monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "120")  # how long a file is held back here is up to the test, and to how busy the machine is
     yield found
     found.hold.set()
     server.shutdown()
