@@ -26,8 +26,7 @@ from localrun.models.errors import ModelFileError
 from localrun.models.gguf import GGUFFile, open_gguf
 from localrun.models.model import BLOCK_TOKENS, LoadOptions, ModelInfo, Progress, Span
 from localrun.models.params import INT_MAX, Keys
-from localrun.models.peaks import KERNEL as PEAKS
-from localrun.models.peaks import Peaks
+from localrun.models.peaks import LARGEST, PEAKS, Peaks, PeaksOfRow
 from localrun.models.placing import Recorded, place
 from localrun.models.plan import PLACE_IMAGES, Recorder
 from localrun.models.pooling import ENCODER_DECODERS, LONGEST_WHOLE, POOLINGS, is_causal
@@ -114,7 +113,7 @@ class RecordedModel:
         self._set(head.PARTIAL, self._partial.ctypes.data)
         self._logits = np.zeros((0, room(info.n_vocab)), np.float32)
         self._rows = BatchRows(library.address(PLACE), header, info.max_batch, SPARE_ROWS, info.n_vocab, program.max_positions)
-        self._peaks = Peaks(library.address(PEAKS), info.n_vocab)
+        self._peaks = Peaks(library.address(PEAKS), library.address(LARGEST), info.n_vocab)
         self._latest = 0
         """Rows of logits that the last pass gave."""
         self._spans = np.zeros((info.max_batch, 3), np.int32)
@@ -170,7 +169,7 @@ class RecordedModel:
             self._latest = self._run(answering, [span.outputs for span in answering], pooling=False, skip=self._program.encoder)
         return self._logits[: self._latest, : self.info.n_vocab]
 
-    def peaks(self) -> NDArray[np.float32]:
+    def peaks(self) -> list[PeaksOfRow]:
         """See Model."""
         return self._peaks.of(self._latest, self._team)
 
@@ -498,7 +497,7 @@ def _load(gguf: GGUFFile, options: LoadOptions, progress: Progress | None) -> Re
     if options.images and not recorder.image_row.width:
         raise ModelFileError(gguf.path, "general.architecture", f"images are not supported in {gguf.architecture} models")
     program = recorder.finish()
-    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS, PLACE], progress)
+    addresses = library.load([*program.kernels, *weights.kernels(), *team.specs(), PEAKS, LARGEST, PLACE], progress)
     program.table[:, 0] = [addresses[spec] for spec in program.kernels]
     header = np.zeros(head.SIZE // 8, np.int64)
     crew = team.Team(library, n_threads, header, timed=options.timed)

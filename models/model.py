@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 """Tokens a KV block holds."""
 PEAK = 128
-"""Logits of which `Model.peaks` gives the largest: with fewer there are more peaks to look at, with more there is more behind each."""
+"""Logits of which a peak is the largest: with fewer there are more peaks to look at, with more there is more behind each."""
 MAX_ADAPTERS = 63
 """Adapters that a model holds at a time."""
 
@@ -128,6 +128,18 @@ class ModelInfo:
     """Of a pass of more rows than one."""
 
 
+class RowPeaks(Protocol):
+    """Finds the largest logits of a row without reading it whole: through the largest of each PEAK successive ones."""
+
+    def changed(self, ids: NDArray[np.int64]) -> None:
+        """These entries of the row may have been changed, to anything finite or minus infinity."""
+
+    def largest(self, k: int) -> NDArray[np.int64] | None:
+        """Ids int64 (at most k,) of the k largest finite entries, in descending order, equal ones by id. None where the row itself has to
+        be looked at: one of the model's logits is not finite, or k is so large that peaks are of no use.
+        """
+
+
 class Model(Protocol):
     info: ModelInfo
 
@@ -145,10 +157,8 @@ class Model(Protocol):
         Raises ValueError when the spans hold more than max_batch rows, or when two of them name the same slot.
         """
 
-    def peaks(self) -> NDArray[np.float32]:
-        """Of the rows that the latest `forward` gave, before anybody has changed them: float32 (rows, ceil(n_vocab / PEAK)), the largest of
-        each PEAK successive logits, NaN where one of them is not finite. The memory is reused by the next call.
-        """
+    def peaks(self) -> Sequence[RowPeaks]:
+        """Of each row that the latest `forward` gave, before anybody has changed them. Good until the next call."""
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:
         """Runs all spans and pools each one's last hidden states as the file says. A span is a whole sequence from position 0, or, unless

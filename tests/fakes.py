@@ -179,10 +179,20 @@ class StateStore:
         self.values[slot], self.lengths[slot] = value, length
 
 
-def peaks_of(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """By definition: the largest of each PEAK logits, NaN where one is not finite."""
-    blocks = [row[first : first + PEAK] for first in range(0, len(row), PEAK)]
-    return np.array([block.max() if np.isfinite(block).all() else np.nan for block in blocks], np.float32)
+class FakePeaks:
+    """Finds by sorting, in a copy that it brings up to date where it is told that the row has been changed."""
+
+    def __init__(self, row: NDArray[np.float32]) -> None:
+        self._row, self._known = row, row.copy()
+
+    def changed(self, ids: NDArray[np.int64]) -> None:
+        self._known[ids] = self._row[ids]
+
+    def largest(self, k: int) -> NDArray[np.int64] | None:
+        if not (np.isfinite(self._known) | (self._known == -np.inf)).all() or 2 * k * PEAK > len(self._known):
+            return None
+        ids = np.lexsort((np.arange(len(self._known)), -self._known))[:k]
+        return ids[self._known[ids] > -np.inf]
 
 
 class FakeModel:
@@ -289,10 +299,11 @@ class FakeModel:
             for i in s.outputs:
                 self._state = np.uint64(values[i] if values else 0)
                 out.append(self.logits(*self.store.read(s, s.start + int(i) + 1)))
-        self._peaks = np.array([peaks_of(row) for row in out], np.float32).reshape(len(out), -(-self.info.n_vocab // PEAK))
-        return np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+        logits = np.array(out, np.float32).reshape(len(out), self.info.n_vocab)
+        self._peaks = [FakePeaks(row) for row in logits]
+        return logits
 
-    def peaks(self) -> NDArray[np.float32]:
+    def peaks(self) -> list[FakePeaks]:
         return self._peaks
 
     def embed(self, spans: list[Span]) -> NDArray[np.float32]:

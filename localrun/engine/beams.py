@@ -22,6 +22,7 @@ from localrun.engine.sampler import logprobs_of
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.messages import Finished, FinishReason, FromRunner, Piece, Started, ToolCall
+from localrun.models.model import RowPeaks
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Beam(Undrafted):
     def started(self) -> list[FromRunner]:
         return self.search.started(self)
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
         for row in rows:
             self.candidates = logprobs_of(row, 0, 2 * self.search.n).top
         return 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from localrun.engine.selection import Floats, Ids, largest, log_sum_exp
 from localrun.messages import Sampling
+from localrun.models.model import RowPeaks
 
 Logits64 = NDArray[np.float64]
 
@@ -31,7 +32,7 @@ def cut_by_sigma(row: Floats, n: float) -> None:
     row[row < row.max() - np.float32(n) * finite.std(dtype=np.float64)] = -np.inf
 
 
-def truncate(row: Floats, o: Sampling, peaks: Floats | None = None) -> tuple[Ids, Logits64] | None:
+def truncate(row: Floats, o: Sampling, peaks: RowPeaks | None = None) -> tuple[Ids, Logits64] | None:
     """What top_k, typical_p, top_p and min_p leave of a row (n_vocab,), in that order; None when all are off. peaks: see largest."""
     if o.top_k > 0:
         ids = largest(row, o.top_k, peaks)
@@ -64,8 +65,8 @@ def exclude_top_of_all(row: Floats, threshold: float) -> None:
 def _nucleus(ids: Ids, logits: Logits64, total: float | None, o: Sampling) -> tuple[Ids, Logits64]:
     """top_p (Holtzman et al. 2019), then min_p (Nguyen et al. 2024). `total`: log of the whole mass, where `logits` are not all of it."""
     if o.top_p < 1:
-        shares = softmax(logits) if total is None else np.exp(logits - total)
-        n = int(shares.cumsum().searchsorted(o.top_p, side="left")) + 1
+        cumulated = np.exp(logits - (logits[0] if total is None else total)).cumsum()
+        n = int(cumulated.searchsorted(o.top_p * (cumulated[-1] if total is None else 1.0), side="left")) + 1
         ids, logits = ids[:n], logits[:n]
     if o.min_p > 0:
         n = max(1, int(np.count_nonzero(logits >= logits[0] + math.log(o.min_p))))
@@ -73,7 +74,7 @@ def _nucleus(ids: Ids, logits: Logits64, total: float | None, o: Sampling) -> tu
     return ids, logits
 
 
-def _nucleus_of_all(row: Floats, o: Sampling, peaks: Floats | None) -> tuple[Ids, Logits64]:
+def _nucleus_of_all(row: Floats, o: Sampling, peaks: RowPeaks | None) -> tuple[Ids, Logits64]:
     total = log_sum_exp(row)
     size = _FIRST_SLICE
     while True:

@@ -19,6 +19,7 @@ from localrun.engine.selection import Floats, largest, log_sum_exp
 from localrun.engine.sequence import Sequence
 from localrun.engine.speculate import Speculator
 from localrun.messages import Evaluated, Finished, FinishReason, FromRunner, Piece, Started
+from localrun.models.model import RowPeaks
 
 if TYPE_CHECKING:
     from localrun.engine.gate import ThinkingGate
@@ -58,9 +59,9 @@ class Job(Protocol):
     def started(self) -> list[FromRunner]:
         """What to report when it is first scheduled."""
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
-        """Decides on the logits (n outputs, n_vocab), which it may change, as their peaks (see Model), where there are some. Returns how
-        many of the draft's tokens have proved right."""
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
+        """Decides on the logits (n outputs, n_vocab), which it may change; peaks: of each row (see Model), where there are some. Returns
+        how many of the draft's tokens have proved right."""
 
     def shifted(self) -> None:
         """Its sequence has lost tokens in the middle."""
@@ -197,7 +198,7 @@ class Generation:
             )
         ]
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
         """Chooses row by row, for as long as what is chosen is what the draft had guessed: the same tokens as without a draft."""
         seq = self.seq
         if self.max_tokens == 0:
@@ -215,7 +216,7 @@ class Generation:
             self.speculator.observe(seq.tokens[before:], accepted)
         return accepted
 
-    def _take_token(self, row: Floats, guess: int | None, ahead: int, peaks: Floats | None) -> bool:
+    def _take_token(self, row: Floats, guess: int | None, ahead: int, peaks: RowPeaks | None) -> bool:
         """Chooses the next token, and adds what must follow it. False when the next row, if there is one, is of no use.
 
         guess: the `ahead`-th token of the draft, where the textbook rule decides on it.
@@ -378,7 +379,7 @@ class Evaluation(Undrafted):
     def started(self) -> list[FromRunner]:
         return [Started(request_id=self.seq.request_id, prompt_tokens=self.seq.n_prompt, cached_tokens=0, seed=0)]
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
         tokens, first = self.seq.tokens, self._first
         self._chunk = Evaluated(
             request_id=self.seq.request_id, first=first, tokens=tokens[first : first + len(rows)], nll=[], top_ids=[], top_logprobs=[]

@@ -28,6 +28,7 @@ class Penalties:
         self._banned = np.array(sorted(eog_ids) if options.ignore_eos else [], np.int64)
         self._always = np.array([*options.logit_bias, *self._banned], np.int64)
         self._repetition = options.repeat_penalty != 1.0 or options.frequency_penalty != 0.0 or options.presence_penalty != 0.0
+        self._penalty = np.float32(options.repeat_penalty)
         self._is_breaker = is_breaker
 
     def apply(self, row: Floats, tokens: Sequence[int]) -> Ids:
@@ -56,11 +57,13 @@ class Penalties:
         counts = Counter(window) if o.frequency_penalty else set(window)
         ids = np.fromiter(counts, np.int64, len(counts))
         values = row[ids]
-        penalty = np.float32(o.repeat_penalty)
-        values = np.where(values > 0, values / penalty, values * penalty)
+        if o.repeat_penalty != 1.0:
+            values = np.where(values > 0, values / self._penalty, values * self._penalty)
         if isinstance(counts, Counter):
             values -= np.fromiter(counts.values(), np.float32, len(counts)) * np.float32(o.frequency_penalty)
-        row[ids] = values - np.float32(o.presence_penalty)
+        if o.presence_penalty:
+            values -= np.float32(o.presence_penalty)
+        row[ids] = values
         return ids
 
 

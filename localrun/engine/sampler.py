@@ -27,9 +27,10 @@ from localrun.engine.filters import Logits64, cut_by_sigma, exclude_top, exclude
 from localrun.engine.mirostat import Mirostat
 from localrun.engine.penalties import Penalties
 from localrun.engine.ratio import Distribution
-from localrun.engine.selection import Floats, Ids, draw_from_all, highest, largest, log_sum_exp, look_again
+from localrun.engine.selection import Floats, Ids, draw_from_all, highest, largest, log_sum_exp
 from localrun.errors import LocalrunError
 from localrun.messages import Sampling
+from localrun.models.model import RowPeaks
 
 _XTC_STREAM = 1
 
@@ -71,10 +72,10 @@ class Sampler:
         position: int,
         allowed: NDArray[np.bool_] | None = None,
         banned: Sequence[int] = (),
-        peaks: Floats | None = None,
+        peaks: RowPeaks | None = None,
     ) -> int:
-        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place, and so are its peaks
-        (see Model), which make it quicker and the choice no other.
+        """The token to follow `tokens` (the sequence so far). `row` float32 (n_vocab,) is changed in place, of which its peaks
+        (see Model) are told; they make it quicker and the choice no other.
 
         allowed: a grammar's mask; banned: tokens that must not come at this position. Raises LocalrunError when the row holds NaN, or
         nothing is left to choose from.
@@ -102,7 +103,7 @@ class Sampler:
         position: int,
         allowed: NDArray[np.bool_] | None = None,
         banned: Sequence[int] = (),
-        peaks: Floats | None = None,
+        peaks: RowPeaks | None = None,
     ) -> Distribution:
         """What `choose` draws from, for the same arguments; not with mirostat, whose cut is part of its draw."""
         best, peaks = self._prepare(row, tokens, allowed, banned, peaks)
@@ -115,8 +116,8 @@ class Sampler:
         return Distribution(kept[0], softmax(kept[1] / self.options.temperature))
 
     def _prepare(
-        self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None, banned: Sequence[int], peaks: Floats | None
-    ) -> tuple[int, Floats | None]:
+        self, row: Floats, tokens: Sequence[int], allowed: NDArray[np.bool_] | None, banned: Sequence[int], peaks: RowPeaks | None
+    ) -> tuple[int, RowPeaks | None]:
         """Penalties and prohibitions, in the row; the likeliest token that is left, and the peaks that are. Raises LocalrunError."""
         changed = self._penalties.apply(row, tokens)
         if allowed is not None:
@@ -125,7 +126,7 @@ class Sampler:
         for token in banned:
             row[token] = -np.inf
         if peaks is not None and (len(changed) or banned):
-            look_again(row, peaks, np.concatenate([changed, np.array(banned, np.int64)]) if banned else changed)
+            peaks.changed(np.concatenate([changed, np.array(banned, np.int64)]) if banned else changed)
         best = highest(row, peaks)
         if not math.isfinite(row[best]):
             raise LocalrunError(
@@ -133,7 +134,7 @@ class Sampler:
             )
         return best, peaks
 
-    def _kept(self, row: Floats, position: int, peaks: Floats | None) -> tuple[Ids, Logits64] | None:
+    def _kept(self, row: Floats, position: int, peaks: RowPeaks | None) -> tuple[Ids, Logits64] | None:
         """The candidates that the truncations leave, temperature still to come; None: all that is finite in the row."""
         o = self.options
         excludes = o.xtc_probability > 0 and uniform(self.seed, position, _XTC_STREAM) < o.xtc_probability
@@ -158,8 +159,8 @@ class Sampler:
             self._mirostat.take_back(n)
 
     def _draw(self, logits: Logits64, position: int) -> int:
-        """An index into `logits`."""
-        cumulated = softmax(logits).cumsum()
+        """An index into `logits`, the largest of which is the first."""
+        cumulated = np.exp(logits - logits[0]).cumsum()
         return min(int(cumulated.searchsorted(uniform(self.seed, position) * cumulated[-1], side="right")), len(logits) - 1)
 
 

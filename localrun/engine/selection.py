@@ -5,12 +5,10 @@ Orders are total: equal logits are ordered by token id, so nothing depends on ho
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.models.model import PEAK
+from localrun.models.model import RowPeaks
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -20,16 +18,15 @@ _GROUPS = 64
 columns remain."""
 
 
-def largest(row: Floats, k: int, peaks: Floats | None = None) -> Ids:
+def largest(row: Floats, k: int, peaks: RowPeaks | None = None) -> Ids:
     """Ids of the k largest finite entries of row (n,), in descending order, equal ones by id; fewer where fewer are finite.
 
     The k-th largest of the maxima of disjoint groups is at most the k-th largest entry, so only groups whose maximum reaches it can hold
-    one of the k: the row is read once, at memory speed, and about k groups are looked at again. With peaks (ceil(n / PEAK),), the
-    maxima of successive groups (Model.peaks), it is not even read once.
+    one of the k: the row is read once, at memory speed, and about k groups are looked at again. With its peaks it is not even read once.
     """
+    if peaks is not None and (found := peaks.largest(k)) is not None:
+        return found
     n = len(row)
-    if peaks is not None and 0 < 2 * k <= len(peaks):
-        return _behind_peaks(row, k, peaks)
     k = min(k, n)
     columns = n // _GROUPS
     if k <= 0:
@@ -48,39 +45,11 @@ def largest(row: Floats, k: int, peaks: Floats | None = None) -> Ids:
     return _sorted(row, np.concatenate([ids, rest]), k)
 
 
-def _behind_peaks(row: Floats, k: int, peaks: Floats) -> Ids:
-    # Methods, where NumPy has functions around them: this is called for every token, with cold caches.
-    ordered = peaks.copy()
-    ordered.partition(len(peaks) - k)
-    threshold = ordered[-k]
-    if threshold == -np.inf:
-        return _sorted(row, np.flatnonzero(row > -np.inf), k)
-    whole = len(row) // PEAK
-    chosen = (peaks[:whole] >= threshold).nonzero()[0]
-    at = (row[: whole * PEAK].reshape(whole, PEAK)[chosen] >= threshold).ravel().nonzero()[0]
-    ids: Ids = chosen[at // PEAK] * PEAK + at % PEAK
-    if whole < len(peaks) and peaks[whole] >= threshold:
-        ids = np.concatenate([ids, (row[whole * PEAK :] >= threshold).nonzero()[0] + whole * PEAK])
-    return ids[(-row[ids]).argsort(kind="stable")[:k]]
-
-
-def highest(row: Floats, peaks: Floats | None = None) -> int:
+def highest(row: Floats, peaks: RowPeaks | None = None) -> int:
     """Id of the largest entry, the first of equal ones; of the first NaN, if there is one."""
-    if peaks is not None:
-        block = int(peaks.argmax())
-        if math.isfinite(peaks[block]):
-            return block * PEAK + int(row[block * PEAK : (block + 1) * PEAK].argmax())
+    if peaks is not None and (found := peaks.largest(1)) is not None and len(found):
+        return int(found[0])
     return int(row.argmax())
-
-
-def look_again(row: Floats, peaks: Floats, ids: Ids) -> None:
-    """Brings peaks up to date where the row's entries `ids` have been changed."""
-    whole = len(row) // PEAK
-    blocks = ids // PEAK
-    if whole < len(peaks):
-        peaks[whole] = row[whole * PEAK :].max()
-        blocks = blocks[blocks < whole]
-    peaks[blocks] = row[: whole * PEAK].reshape(whole, PEAK)[blocks].max(axis=1)
 
 
 def log_sum_exp(row: Floats) -> float:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate, repeat
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,9 +32,10 @@ from localrun.engine.vectors import Batch, Pooled
 from localrun.engine.window import Preparation, next_preparation, preparation_id
 from localrun.errors import BadRequest, DeadlineExceeded, LocalrunError
 from localrun.messages import Failed, FromRunner, Inspected
-from localrun.models.model import BLOCK_TOKENS, Model, Span
+from localrun.models.model import BLOCK_TOKENS, Model, RowPeaks, Span
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", Floats, list[RowPeaks])
 
 Emit = Callable[[FromRunner], None]
 
@@ -426,7 +428,7 @@ class Engine:
         taken = []
         counts = [len(rows) for rows in logits]
         chooses = any(n and not s.seq.wants_all_rows for s, n in zip(plan.slices, counts, strict=True))
-        all_peaks: Iterable[Floats | None] = _split(self.model.peaks(), counts) if chooses else repeat(None, len(counts))
+        all_peaks: Iterable[list[RowPeaks] | None] = _split(list(self.model.peaks()), counts) if chooses else repeat(None, len(counts))
         for s, rows, peaks in zip(plan.slices, logits, all_peaks, strict=True):
             if s.seq.request_id not in self._jobs:
                 continue
@@ -491,7 +493,7 @@ class Engine:
         self._reported.discard(job.seq.request_id)
 
 
-def _split(rows: Floats, counts: list[int]) -> list[Floats]:
+def _split(rows: T, counts: list[int]) -> list[T]:
     """The first counts[0] rows, the next counts[1], ..."""
     ends = list(accumulate(counts))
     return [rows[end - n : end] for end, n in zip(ends, counts, strict=True)]

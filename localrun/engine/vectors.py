@@ -14,6 +14,7 @@ from localrun.engine.jobs import Undrafted
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.messages import Embed, Embedded, Finished, FromRunner, Rank, Ranked
+from localrun.models.model import RowPeaks
 
 AT_A_TIME = 64
 """Texts of one request that are in the scheduler together; the rest queue up behind whoever has come meanwhile."""
@@ -88,7 +89,7 @@ class Pooled(Undrafted):
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
         raise AssertionError("a text that is pooled wants no logits")
 
     def cancelled(self, now: float) -> Finished:

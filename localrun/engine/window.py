@@ -18,6 +18,7 @@ from localrun.engine.jobs import Generation, Undrafted
 from localrun.engine.selection import Floats
 from localrun.engine.sequence import Sequence
 from localrun.messages import Finished
+from localrun.models.model import RowPeaks
 
 STEP_TOKENS = 32
 """Tokens read ahead at a time."""
@@ -32,7 +33,7 @@ class Preparation(Undrafted):
     def outputs(self, start: int, count: int, n_draft: int) -> range:
         return range(0)
 
-    def take(self, rows: Floats, draft: tuple[int, ...], peaks: Floats | None) -> int:
+    def take(self, rows: Floats, draft: tuple[int, ...], peaks: list[RowPeaks] | None) -> int:
         self.done = not self.seq.pending
         return 0
 

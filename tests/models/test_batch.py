@@ -18,7 +18,7 @@ from localrun.kernels_cpu.attention_sizes import TILE_ROWS
 from localrun.kernels_cpu.library import KernelLibrary
 from localrun.models.batch import KERNEL, BatchRows
 from localrun.models.load import RecordedModel
-from localrun.models.model import BLOCK_TOKENS, PEAK, Span
+from localrun.models.model import BLOCK_TOKENS, RowPeaks, Span
 from tests.conformance.test_arch import load
 
 MOST, SPARE, N_VOCAB, N_BLOCKS, MOST_POSITIONS = 128, 8, 1000, 50, 400
@@ -124,13 +124,25 @@ def model() -> Iterator[RecordedModel]:
     loaded.close()
 
 
+def found(peaks: RowPeaks, k: int) -> list[int] | None:
+    ids = peaks.largest(k)
+    return None if ids is None else ids.tolist()
+
+
 @pytest.mark.parametrize("counts", [(3, 1, 20), (20, 0, 7)])
 def test_the_largest_logits_are_those_of_the_latest_pass(model: RecordedModel, counts: tuple[int, ...]) -> None:
     for n in counts:
         tokens = np.random.default_rng(n).integers(0, model.info.n_vocab, 20, dtype=np.int32)
         logits = model.forward([Span(tokens, 0, np.array([0, 1], np.int32), np.arange(n, dtype=np.int32))])
-        want = [[row[first : first + PEAK].max() for first in range(0, len(row), PEAK)] for row in logits]
-        assert model.peaks().tolist() == want
+        for row, peaks in zip(logits, model.peaks(), strict=True):
+            assert found(peaks, 1) == [row.argmax()]
+            row[row.argmax()] = -np.inf
+            changed = np.arange(0, len(row), 37)
+            row[changed] += 1
+            peaks.changed(np.flatnonzero(row == -np.inf))
+            peaks.changed(changed)
+            assert found(peaks, 1) == [row.argmax()]
+            assert found(peaks, len(row)) is None
 
 
 @settings(max_examples=30, deadline=None)
