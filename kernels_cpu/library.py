@@ -36,6 +36,10 @@ KEEP_IMAGES = 10
 DIGEST_BYTES = 32
 
 
+CHANGED = "localrun's own files have changed since it was started; start it again"
+"""By an upgrade, for instance: new kernels and old Python around them would not understand each other."""
+
+
 class CompileError(Exception):
     """A kernel could not be compiled or loaded."""
 
@@ -55,7 +59,7 @@ def _fingerprint(module: str) -> str:
     while waiting:
         name = waiting.pop()
         if name not in seen and name in files:
-            seen[name], imports = _source(files[name])
+            seen[name], imports = _source(*files[name])
             waiting.extend(imports)
     digest = hashlib.sha256()
     for name in sorted(seen):
@@ -64,23 +68,38 @@ def _fingerprint(module: str) -> str:
 
 
 @functools.cache
-def _modules() -> dict[str, str]:
-    """The modules of this package and the files that hold them."""
+def _modules() -> dict[str, tuple[str, int, int]]:
+    """The modules of this package and the files that hold them, with the time and size that tell whether a file has been changed."""
     here = str(Path(__file__).parent)
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, int, int]] = {}
     for folder, _, names in os.walk(here):
         prefix = os.path.relpath(folder, here).replace(os.sep, ".") + "."
         for name in names:
             if name.endswith(".py"):
-                found[f"{prefix}{name[:-3]}".removeprefix("..").removesuffix(".__init__")] = os.path.join(folder, name)  # noqa: PTH118 quicker
+                path = os.path.join(folder, name)  # noqa: PTH118 quicker
+                found[f"{prefix}{name[:-3]}".removeprefix("..").removesuffix(".__init__")] = path, *_stamp(path)
     return found
 
 
+def _stamp(path: str) -> tuple[int, int]:
+    found = os.stat(path)  # noqa: PTH116 quicker
+    return found.st_mtime_ns, found.st_size
+
+
 @functools.cache
-def _source(path: str) -> tuple[bytes, tuple[str, ...]]:
-    """What a module of this package holds and which others it may import."""
-    source = Path(path).read_bytes()
+def _source(path: str, mtime_ns: int, size: int) -> tuple[bytes, tuple[str, ...]]:
+    """What a module of this package holds and which others it may import. Raises CompileError when it is no longer what it was."""
+    try:
+        source = Path(path).read_bytes()
+        same = _stamp(path) == (mtime_ns, size)
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise CompileError(CHANGED)
     return source, tuple(_imports(source.decode()))
+
+
+_modules()  # now: what is imported now is what runs
 
 
 _IMPORT = re.compile(rf"{re.escape(__name__.rpartition('.')[0])}(?:\.([\w.]+))?(?:\s+import\s+(\([^)]*\)|[^\n]*))?")
@@ -164,7 +183,7 @@ def worker() -> None:
             made = compile_image(spec, isas.build(job["isa"]))
             # Who works on kernels changes them while they are compiled; what then came out must not be taken for what was asked for.
             if Path(job["path"]).name != _file_name(spec):
-                raise CompileError("localrun's own files have changed since it was started; start it again")
+                raise CompileError(CHANGED)
             _write(Path(job["path"]), made)
             answer: dict[str, str] = {}
         except Exception as error:  # reported to the parent, which raises it

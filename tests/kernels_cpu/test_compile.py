@@ -259,6 +259,13 @@ def test_a_change_of_a_source_leaves_kernels_that_do_not_import_it(tmp_path: Pat
         assert changed_by("kv.py") == {"attention"}
         assert changed_by("experts.py") == {"experts"}
         assert changed_by("formats/__init__.py") >= {"experts"}
+        for change in (lambda path: path.write_text("# of another version\n"), Path.unlink):
+            library._fingerprint.cache_clear()
+            library._source.cache_clear()  # as in a process that was forked from one that has only imported
+            change(tmp_path / "sources" / "kv.py")
+            with pytest.raises(CompileError, match="changed since it was started; start it again"):
+                library._fingerprint("attention")
+            assert library._fingerprint("experts")
         assert changed_by("simd.py") == changed_by("isa_avx2.py") == changed_by("compile.py") == set(modules)
     finally:
         read_anew()
