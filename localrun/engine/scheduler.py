@@ -89,7 +89,7 @@ class Scheduler:
         max_rows: int,
         max_running: int = 64,
         max_waiting: int = 512,
-        target_s: float = 0.2,
+        target_s: float = 0.25,
         alone_s: float = 1.0,
     ) -> None:
         self.cache = cache

@@ -61,7 +61,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         max_running: int = 64,
         max_waiting: int = 512,
-        target_s: float = 0.2,
+        target_s: float = 0.25,
         drafter: Drafter | None = None,
         sessions: SessionStore | None = None,
     ) -> None:

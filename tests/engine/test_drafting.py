@@ -133,7 +133,7 @@ def test_a_long_prompt_is_read_up_on_in_parts() -> None:
     clock = FakeClock()
     slow = SmallerModel(1.0, clock=clock, cost=lambda rows, attended: 0.004 + 0.002 * rows, eog_bias=-100, max_batch=512)
     model = FakeModel(clock=clock, cost=memory_bound, eog_bias=-100, max_batch=512)
-    harness = Harness(model, 200, clock=clock, draft=slow)
+    harness = Harness(model, 200, clock=clock, draft=slow, target_s=0.2)
     harness.ask([BOS, *([97, 98, 99, 100, 101] * 200)], max_tokens=80, draft_num_predict=-1)
     gaps, last = [], clock()
     while harness.engine.has_work:

@@ -142,7 +142,7 @@ def test_drafts_leave_prompts_their_share_of_the_target() -> None:
         return 0.045 + 0.003 * rows
 
     reply = "around and around it goes, " * 60
-    harness = Harness(ScriptedModel(reply, clock=clock, cost=cost, max_batch=512), 400, clock=clock)
+    harness = Harness(ScriptedModel(reply, clock=clock, cost=cost, max_batch=512), 400, clock=clock, target_s=0.2)
     streams = [harness.ask(f"{i} ", temperature=0, max_tokens=1000) for i in range(3)]
     times: list[list[float]] = [[], [], []]
 
