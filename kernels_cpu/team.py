@@ -44,14 +44,13 @@ SPINS_BETWEEN_PASSES = 8_000
 STOP_TIMEOUT_S = 10.0
 
 
-def replay(isa: Any, timed: int = 0) -> Any:
-    """Kernel-shaped entry: args = state words (see Team), head = step header, chunk = pass number, thread. timed: rows get times."""
+def _waiting() -> tuple[Any, Any, Any]:
+    """What a thread does that waits: compiled functions (finished, next_matrix, part)."""
     import numba
 
-    from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, call_plain, compare_and_swap, pause
-    from localrun.kernels_cpu.clock import ticks
-    from localrun.kernels_cpu.fetch import prefetch, prefetch_far
-    from localrun.kernels_cpu.simd import load_i64, store_scalar
+    from localrun.kernels_cpu.atomics import atomic_load, call_plain, pause
+    from localrun.kernels_cpu.fetch import prefetch_far
+    from localrun.kernels_cpu.simd import load_i64
 
     @numba.njit  # type: ignore[untyped-decorator]
     def finished(program: int, first: int, end: int, epoch: int, yield_address: int, ask: int, ask_end: int) -> int:
@@ -95,6 +94,20 @@ def replay(isa: Any, timed: int = 0) -> Any:
         step = load_i64(row + 8 * MATRIX_STEP)
         start = matrix + chunks * max(thread, 1) // -grain * step
         return start, min(start + MATRIX_BYTES, matrix + chunks * step)
+
+    return finished, next_matrix, part
+
+
+def replay(isa: Any, timed: int = 0) -> Any:
+    """Kernel-shaped entry: args = state words (see Team), head = step header, chunk = pass number, thread. timed: rows get times."""
+    import numba
+
+    from localrun.kernels_cpu.atomics import atomic_add, atomic_load, call_kernel, compare_and_swap
+    from localrun.kernels_cpu.clock import ticks
+    from localrun.kernels_cpu.fetch import prefetch
+    from localrun.kernels_cpu.simd import load_i64, store_scalar
+
+    finished, next_matrix, part = _waiting()
 
     @numba.njit  # type: ignore[untyped-decorator]
     def run(program: int, n: int, epoch: int, yield_address: int, head: int, thread: int) -> None:
