@@ -57,21 +57,6 @@ def fence(typingctx: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch_to_write(typingctx: Any, address: Any) -> Any:
-    """Asks for the cache line at `address`, whoever holds it, to write to it soon. Any address is allowed."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        fnty = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-        write, locality, data = ir.Constant(i32, 1), ir.Constant(i32, 3), ir.Constant(i32, 1)
-        builder.call(function, [builder.inttoptr(args[0], byte), write, locality, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def pause(typingctx: Any) -> Any:
     """Tells the core that this thread is waiting."""
     machine = platform.machine().lower()

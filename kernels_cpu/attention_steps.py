@@ -234,7 +234,8 @@ def _scores_alone(isa: Isa, codec: Codec, dim: int, at: Layout) -> Any:
             k1, k2, k3 = k0, k0, k0
             if vectors > 1:
                 k1, k2, k3 = load_i64(blocks + 8), load_i64(blocks + 16), load_i64(blocks + 24)
-            n0, n1, n2, n3 = load_i64(blocks + 32), load_i64(blocks + 40), load_i64(blocks + 48), load_i64(blocks + 56)
+            following = frame + ASK + 8 * v
+            n0, n1, n2, n3 = load_i64(following), load_i64(following + 8), load_i64(following + 16), load_i64(following + 24)
             done = 0
             for _ in range(pairs):
                 prefetch_far(n0 + done, lines)

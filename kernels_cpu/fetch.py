@@ -28,22 +28,23 @@ FIRST_LINES = FAR // 64
 _i32 = ir.IntType(32)
 
 
-def _asker(level: int) -> Any:
+def _asker(level: int, *, write: bool = False) -> Any:
     @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
     def ask(typingctx: Any, address: Any, lines: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             byte = ir.IntType(8).as_pointer()
             fnty = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
             function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-            read, locality, data = ir.Constant(_i32, 0), ir.Constant(_i32, 3 if level == 1 else 1), ir.Constant(_i32, 1)
+            use, locality, data = ir.Constant(_i32, int(write)), ir.Constant(_i32, 3 if level == 1 else 1), ir.Constant(_i32, 1)
             for line in range(lines.literal_value):
                 at = builder.inttoptr(builder.add(args[0], ir.Constant(args[0].type, 64 * line)), byte)
-                builder.call(function, [at, read, locality, data])
+                builder.call(function, [at, use, locality, data])
             return context.get_dummy_value()
 
         return types.void(types.int64, lines), codegen
 
-    ask.__doc__ = f"""Asks for `lines` (a compile-time constant) cache lines from `address` on, into the cache of level {level}.
+    purpose = ", to write to them" if write else ""
+    ask.__doc__ = f"""Asks for `lines` (a compile-time constant) cache lines from `address` on, into the cache of level {level}{purpose}.
 
     Any address is allowed.
     """
@@ -52,6 +53,7 @@ def _asker(level: int) -> Any:
 
 prefetch = _asker(1)
 prefetch_far = _asker(2)
+prefetch_to_write = _asker(1, write=True)
 
 
 def distances(block: int) -> tuple[int, int]:

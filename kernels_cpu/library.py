@@ -8,6 +8,7 @@ whose kernels are all cached loads neither Numba nor LLVM.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -288,6 +289,11 @@ def _compile(missing: Sequence[KernelSpec], isa: Isa, root: Path, n_workers: int
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------------------
+
+
+def brief(address: int) -> Callable[[int, int, int, int], None]:
+    """The kernel at `address`, to be called from Python: one that takes microseconds, too short for the interpreter to be given away."""
+    return ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 4)(address)
 
 
 class KernelLibrary:

@@ -29,6 +29,7 @@ from localrun.kernels_cpu.simd import (
 f = numba.float32
 i64 = numba.int64
 
+
 def peaks(isa: Isa, size: int) -> Any:
     """Kernel: the largest of each `size` (a multiple of 16) values of a row, NaN where one is not finite. A chunk is a part of a row.
 
@@ -67,8 +68,8 @@ def peaks(isa: Isa, size: int) -> Any:
 
 @numba.njit
 def _insert(ids: int, values: int, held: int, k: int, value: Any, number: int) -> int:
-    """Puts a number where it belongs among the `held` of at most k that come before or after it: larger values first, of equal ones what
-    came first. How many are held then.
+    """Puts a number where it belongs among the `held` of at most k: larger values first, of equal ones what came first. The last of k
+    makes room. How many are held then.
     """
     at = min(held, k - 1)
     while at > 0 and load_f32(values + 4 * (at - 1)) < value:
@@ -100,7 +101,7 @@ def largest(isa: Isa, size: int) -> Any:
 
     @numba.njit
     def kth_peak(peaks: int, blocks: int, k: int, ids: int, values: int) -> Any:
-        """NaN where a peak is none."""
+        """NaN where a peak is none; at least the lowest finite number."""
         held = i64(0)
         for block in range(blocks):
             peak = load_f32(peaks + 4 * block)
@@ -108,7 +109,7 @@ def largest(isa: Isa, size: int) -> Any:
                 return peak
             if held < k or peak > load_f32(values + 4 * (k - 1)):
                 held = _insert(ids, values, held, k, peak, i64(block))
-        return load_f32(values + 4 * (k - 1)) if held == k else f(lowest)
+        return max(load_f32(values + 4 * (k - 1)), f(lowest)) if held == k else f(lowest)
 
     @numba.njit
     def scan(row: int, start: int, end: int, least: Any, k: int, ids: int, values: int, held: int) -> int:
@@ -131,7 +132,6 @@ def largest(isa: Isa, size: int) -> Any:
         if least != least:
             store_scalar(args + 64, i64(-1))
             return
-        least = max(least, f(lowest))
         held = i64(0)
         for block in range(blocks):
             if load_f32(peaks + 4 * block) < least:

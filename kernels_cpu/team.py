@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localrun.kernels_cpu.library import KernelLibrary
+from localrun.kernels_cpu.library import KernelLibrary, brief
 from localrun.kernels_cpu.spec import KernelSpec
 
 INSTRUCTION = 128
@@ -189,12 +189,13 @@ def publish(isa: Any) -> Any:
 
     The lines of the rows lie in other cores' caches: they are asked for some way ahead, or each would be waited for.
     """
-    from localrun.kernels_cpu.atomics import atomic_add, fence, prefetch_to_write
+    from localrun.kernels_cpu.atomics import atomic_add, fence
+    from localrun.kernels_cpu.fetch import prefetch_to_write
     from localrun.kernels_cpu.simd import load_i64, store_scalar
 
     def kernel(args: int, program: int, n: int, epoch: int) -> None:
         for row in range(program, program + n * INSTRUCTION, INSTRUCTION):
-            prefetch_to_write(row + ASK_AHEAD)
+            prefetch_to_write(row + ASK_AHEAD, 1)
             store_scalar(row + 40, epoch << 32)
         # From here on a thread still in an earlier pass can take nothing, whatever the counts become.
         fence()
@@ -255,8 +256,7 @@ class Team:
         replay_address = addresses[replaying]
         self._replay = entry(replay_address)
         self._follow = entry(addresses[KernelSpec("team", "follow")])
-        # Too short for the interpreter to be given away meanwhile.
-        self._publish = ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 4)(addresses[KernelSpec("team", "publish")])
+        self._publish = brief(addresses[KernelSpec("team", "publish")])
         self.n_threads = n_threads
         self._header = header
         # A worker that comes late still looks at the program it was called for, through code of the library: both live as long as it.

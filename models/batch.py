@@ -6,13 +6,12 @@ since a wrong number would make a kernel read or write outside its memory.
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
 from localrun.kernels_cpu import head
 from localrun.kernels_cpu.attention_sizes import TILE_ROWS
+from localrun.kernels_cpu.library import brief
 from localrun.kernels_cpu.spec import KernelSpec
 from localrun.models.model import BLOCK_TOKENS, Span
 
@@ -40,8 +39,7 @@ class BatchRows:
             (head.OUTPUT_ROWS, self.output_rows), (head.TILES, self._tiles),
         ):  # fmt: skip
             header[offset // 8] = array.ctypes.data
-        # Too short for the interpreter to be given away meanwhile.
-        self._place = ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 4)(address)
+        self._place = brief(address)
         self._given = np.zeros(0, np.int32)
         """What the spans say, see the kernel. Block tables are read from there in the pass, too."""
         self._args = np.zeros(4, np.int64)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
+from localrun.kernels_cpu.library import brief
 from localrun.kernels_cpu.spec import KernelSpec
 from localrun.kernels_cpu.team import Team, table_of
 from localrun.models.model import PEAK
@@ -31,8 +30,7 @@ class Peaks:
         self._program[0, 0], self._program[0, 1] = peaks, self._args.ctypes.data
         self._out = np.zeros((0, n_blocks), np.float32)
         self._rows: list[PeaksOfRow] = []
-        # Too short for the interpreter to be given away meanwhile.
-        self._largest = ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 4)(largest)
+        self._largest = brief(largest)
         self._changed = np.zeros(0, np.int64)
         self._found, self._values = np.zeros(_MOST, np.int64), np.zeros(_MOST, np.float32)
         self._words = np.array([0, n_vocab, 0, 0, 0, 0, self._found.ctypes.data, self._values.ctypes.data, 0], np.int64)

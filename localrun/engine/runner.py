@@ -261,10 +261,8 @@ def _listen(pipe: Pipe, ready: Future[Runner]) -> None:
             ready.result().handle(message)
             if isinstance(message, Shutdown):
                 return
-    except DaemonGone:
+    except (DaemonGone, CancelledError):
         pass
-    except CancelledError:
-        return
     if ready.cancelled():
         return
     if ready.done():
